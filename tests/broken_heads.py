@@ -15,7 +15,7 @@ import numpy as np
 from specjax.diagnosis import changes, diagnose
 from specjax.drafters import make_drafter
 from specjax.loading.load import load_model
-from specjax.methods.block.head import Block
+from specjax.methods.block.head import BlockHead
 from specjax.methods.draft_model.head import ReducedDecoder
 from specjax.methods.eagle.head import Eagle
 from specjax.methods.medusa.head import Medusa
@@ -33,7 +33,7 @@ class LateEagle(Eagle):
 
 
 @dataclasses.dataclass(frozen=True)
-class LateBlock(Block):
+class LateBlock(BlockHead):
     """A block drafter that reads features one position too early."""
 
     def fuse(self, params, features):
@@ -62,7 +62,7 @@ def shifted(loaded):
     """Return the drafter with a head that reads features one position too early."""
     head = loaded.drafter.head
     kind = LateEagle
-    for sound, late in ((Medusa, LateMedusa), (Block, LateBlock)):
+    for sound, late in ((Medusa, LateMedusa), (BlockHead, LateBlock)):
         kind = late if isinstance(head, sound) else kind
     head = kind(**{one.name: getattr(head, one.name) for one in dataclasses.fields(head)})
     return loaded._replace(drafter=dataclasses.replace(loaded.drafter, head=head))

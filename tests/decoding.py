@@ -237,7 +237,7 @@ def new_tokens(call, state):
 
 def device_limits(longest, confidence):
     """Return the limits of a step in the form that its program takes."""
-    return base.Limits(np.array(longest, np.int32), np.array(confidence, np.float32))
+    return base.StepLimits(np.array(longest, np.int32), np.array(confidence, np.float32))
 
 
 def columns(counts):

@@ -11,10 +11,10 @@ import pytest
 
 from specjax.errors import InputError
 from specjax.loading.tokenizers import chat_templates, template_process
-from specjax.loading.tokenizers.template_process import Limits
+from specjax.loading.tokenizers.template_process import TemplateLimits
 
 MESSAGES = [{"role": "user", "content": "hello"}]
-QUICK = Limits(seconds=1, memory=256 << 20, text=1 << 20)
+QUICK = TemplateLimits(seconds=1, memory=256 << 20, text=1 << 20)
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
 

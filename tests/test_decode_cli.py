@@ -24,11 +24,11 @@ from specjax.loading.load import load_model, save_model
 from specjax.methods import find_head
 from specjax.reporting import compare_outputs, decode_table, statistics
 from specjax.reporting.decode_report import DrafterRun
-from specjax.reporting.records import Row, RunHeader, read_report
+from specjax.reporting.records import DecodedRow, RunHeader, read_report
 from specjax.reporting.runs import labels
 from specjax.reporting.statistics import Figures
 
-ROW = {field.name for field in dataclasses.fields(Row)}
+ROW = {field.name for field in dataclasses.fields(DecodedRow)}
 SUMMARY = {
     "drafter",
     "interrupted",
@@ -446,7 +446,7 @@ def test_repeats_need_a_comparison(run, capsys):
 
 def answer(*args, **changes):
     """A row of a report."""
-    return read_values(Row, reports.row(*args, **changes))
+    return read_values(DecodedRow, reports.row(*args, **changes))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from tiny_models import bigrams
 import specjax
 from specjax import trees
 from specjax.core import turn_taking
-from specjax.core.drafter import Limits
+from specjax.core.drafter import StepLimits
 from specjax.drafters import Drafter, LoadedDrafter, merge_drafters, take_turns
 from specjax.methods.ngram import Ngram
 from specjax.testing import check_drafter, drafter_check
@@ -225,7 +225,7 @@ def test_the_part_with_another_state_is_named(join, target):
 
 
 def test_limits_have_one_number_per_drafter(target):
-    drafter, limits = take_turns(Ngram(), draws(target)), Limits(np.array([1]), np.array([0.0]))
+    drafter, limits = take_turns(Ngram(), draws(target)), StepLimits(np.array([1]), np.array([0.0]))
     said = r"^limits.longest has shape \(1,\) for 2 drafters: use one number per drafter"
     refused(lambda: check_drafter(drafter, target, row_count(8_000), limits=limits), said)
 

@@ -75,7 +75,7 @@ def show(run):
 
 
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
-QUICK = template_process.Limits(seconds=1, memory=256 << 20, text=1 << 20)
+QUICK = template_process.TemplateLimits(seconds=1, memory=256 << 20, text=1 << 20)
 SIZES = st.sampled_from(["0", "1", "3", "9", "99", "2000", "99999", "3000000000", "-1", "10**20"])
 NAMES = ["messages", "messages[0].content", "m", "m.role", "bos_token", "none", "'x'", "[]", "n.x"]
 OPERATORS = st.sampled_from(["+", "*", "~", "%", "**", "in"])

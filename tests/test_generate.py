@@ -28,7 +28,7 @@ from train.data.examples import Example, target_metadata
 from train.data.responses import VALIDATION_EVERY, held_out_groups, open_responses
 from train.data.write_responses import write_responses
 from train.generation import answers, prompt_corpus, questions
-from train.generation.answers import Job, Row
+from train.generation.answers import AnswerRow, Job
 from train.generation.prompts import Request, read_requests
 from train.generation.saved_answers import SavedAnswers
 
@@ -427,7 +427,7 @@ def test_prompts_about_one_text_are_held_out_together(tmp_path):
     requests += [
         Request(360 + number, f"{number}", group=f"{number % 90}") for number in range(270)
     ]
-    rows = tuple(Row(request, (5,), SamplingParams()) for request in requests)
+    rows = tuple(AnswerRow(request, (5,), SamplingParams()) for request in requests)
     saved = SavedAnswers(tmp_path / "answers.jsonl")
     saved.add({request.id: [7] for request in requests})
     job = Job(rows, (), "")

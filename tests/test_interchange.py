@@ -24,7 +24,7 @@ from specjax.errors import InputError
 from specjax.files.folder_checksums import MARKER
 from specjax.loading.load import load_model, random_model
 from specjax.loading.quantize import in_stacked_form, quantized_model
-from specjax.methods.block.head import Block
+from specjax.methods.block.head import BlockHead
 from specjax.methods.eagle.head import EagleConfig
 from specjax.methods.find_head import kind_of_head
 from specjax.methods.heads import shared_with_target
@@ -560,7 +560,7 @@ def test_dflash_tensors_mean_what_dflash_does(tiny, tmp_path):
     key = torch_linear(layer["self_attn.k_proj.weight"], fused).reshape(2, 6)
     key = key / np.sqrt(np.mean(key**2, axis=1, keepdims=True) + 1e-5)
     value = torch_linear(layer["self_attn.v_proj.weight"], fused).reshape(2, 6)
-    block = Block(head.config, tiny.dtype)
+    block = BlockHead(head.config, tiny.dtype)
     features = dict(zip(head.config.taps, jnp.asarray(taps)[:, None, None], strict=True))
     window = jax.jit(
         lambda params: block.context(

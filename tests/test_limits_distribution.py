@@ -17,7 +17,7 @@ from conftest import slow
 from decoding import draft_model, tampered
 
 from specjax.core import initial_state
-from specjax.core.drafter import Limits
+from specjax.core.drafter import StepLimits
 from specjax.core.round import one_round
 from specjax.drafters import TreeOptions, merge_drafters, take_turns
 from specjax.engine.requests import SamplingParams
@@ -47,7 +47,7 @@ def by_the_past(plan, params, state, group):
     number = jnp.arange(len(plan.drafter.parts))
     most = plan.drafter.full_limits().longest
     longest = (past * (2 * number + 1) + number) % (most + 1)
-    return Limits(longest, jnp.array([0.0, 0.45, 0.6])[(past // 2 + number) % 3])
+    return StepLimits(longest, jnp.array([0.0, 0.45, 0.6])[(past // 2 + number) % 3])
 
 
 def full(plan, params, state, group):

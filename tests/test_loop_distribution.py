@@ -13,7 +13,7 @@ from tiny_models import bigrams, small_model
 from specjax import sampling
 from specjax.core import initial_state
 from specjax.core import round as one_round
-from specjax.core.drafter import Limits
+from specjax.core.drafter import StepLimits
 from specjax.core.none import NoDrafter
 from specjax.drafters import LoadedDrafter, take_turns
 from specjax.engine.requests import SamplingParams
@@ -177,7 +177,7 @@ def test_a_length_that_follows_the_neighbours_is_exact(tables):
         state = initial_state.start(plan, (params, drafter_params), tokens, rows, size, status)
 
         def advance(state, _):
-            limits = Limits(batch - state.active.sum(keepdims=True), jnp.zeros(1))
+            limits = StepLimits(batch - state.active.sum(keepdims=True), jnp.zeros(1))
             state, counts, _ = one_round.one_round(plan, (params, drafter_params), state, limits)
             return state, counts.drafted[0]
 

@@ -18,7 +18,7 @@ from specjax.fields import read_values
 from specjax.loading.load import save_model
 from specjax.reporting import csv_jsonl, picture_files, plots, statistics
 from specjax.reporting.plots import Curve
-from specjax.reporting.records import Row, read_report, read_reports
+from specjax.reporting.records import DecodedRow, read_report, read_reports
 from specjax.reporting.report_file import ReportFile
 from specjax.reporting.runs import Entry, labels, without_length
 from specjax.reporting.statistics import OVERALL, batch_widths, figures, figures_by_task
@@ -137,7 +137,7 @@ def test_ranges_of_repeats_are_over_all_batches():
     """Of each repeat the geometric mean over batches; plain decoding where it varies most."""
     speeds = [((8.0, 4.0), (9.0, 3.0)), ((2.0, 4.0), (8.0, 6.0))]
     rows = [
-        read_values(Row, row(number, "qa", [(2, 1, 2)], 1.0, 1.0, repeated_speeds=one))
+        read_values(DecodedRow, row(number, "qa", [(2, 1, 2)], 1.0, 1.0, repeated_speeds=one))
         for number, one in enumerate(speeds)
     ]
     found = figures(rows)
@@ -183,7 +183,7 @@ def test_a_speedup_that_its_tau_makes_impossible_is_marked_everywhere(write, mon
 def test_of_rows_that_share_a_batch_the_best_tokens_per_pass_are_possible():
     """Plain decoding takes 100 passes, as long as the first row, which drafts take 50 for."""
     rows = [
-        read_values(Row, row(number, "qa", rounds, 50.0, 100.0, batch=0))
+        read_values(DecodedRow, row(number, "qa", rounds, 50.0, 100.0, batch=0))
         for number, rounds in enumerate(([(1, 1, 2)] * 50, [(1, 0, 1)] * 10))
     ]
     found = figures(rows)

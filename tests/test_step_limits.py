@@ -235,7 +235,7 @@ def on_host(state):
 
 def assert_alike(got, wanted, slot):
     """A row of a state is that of a state of one row, but for the windows of the last round."""
-    if isinstance(got, draft_models.State):
+    if isinstance(got, draft_models.DraftModelState):
         got, wanted = got.cache, wanted.cache
     for mine, other in zip(parts_of(got), parts_of(wanted), strict=True):
         if not isinstance(mine, KVCache):

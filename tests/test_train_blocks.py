@@ -13,7 +13,7 @@ from toy_training import two_rows, with_features
 
 from specjax.core.cache import commit
 from specjax.errors import InputError
-from specjax.methods.block.head import Block
+from specjax.methods.block.head import BlockHead
 from specjax.methods.heads.calibration import calibration_error, fit_temperature
 from specjax.methods.heads.shared_parameters import share
 from train.methods.blocks import block as losses
@@ -35,7 +35,7 @@ def made(tiny, seed=0, **options):
     params = {**head.params, "shared": share(tiny.params, ids, head=True)}
     names = (*head.config.taps, "final_norm")
     batch = with_features(tiny, two_rows(tiny.config.vocab_size), names)
-    return Block(head.config, jnp.dtype("float32")), params, ids, batch
+    return BlockHead(head.config, jnp.dtype("float32")), params, ids, batch
 
 
 def states_of(head, params, batch, labels):
@@ -303,7 +303,7 @@ def test_the_selectors_loss_is_its_definition(tiny):
 
 def test_it_starts_as_the_targets_last_layers(tiny):
     config = block_config(tiny, **DFLASH2)
-    params = meta.unbox(Block(config, jnp.dtype("float32")).init(jax.random.key(0)))
+    params = meta.unbox(BlockHead(config, jnp.dtype("float32")).init(jax.random.key(0)))
     started = from_target(params, tiny, config)
     assert jax.tree.structure(started) == jax.tree.structure(params)
     for name, index in (("0", 1), ("1", 2)):

@@ -14,7 +14,7 @@ from specjax.fields import read_values
 from specjax.loading.load import random_model
 from specjax.loading.model import Model
 from specjax.models.config import DecoderConfig, Experts
-from specjax.reporting.records import Row, RunHeader
+from specjax.reporting.records import DecodedRow, RunHeader
 from specjax.reporting.statistics import figures
 from specjax.reporting.weight_reads import weight_bandwidth, weight_reads_line
 from specjax.theory import ExpertShape, ModelShape, weight_bytes
@@ -94,8 +94,8 @@ def header(**changes) -> RunHeader:
     return RunHeader.read({**reports.content()["run"], **changes})
 
 
-def read(*records) -> list[Row]:
-    return [read_values(Row, record) for record in records]
+def read(*records) -> list[DecodedRow]:
+    return [read_values(DecodedRow, record) for record in records]
 
 
 def test_the_line_is_of_plain_decoding_s_passes_and_seconds():

@@ -12,7 +12,7 @@ from specjax.core.cache import commit
 from specjax.core.causal_mask import causal
 from specjax.drafters import head_drafter
 from specjax.loading.load import random_model
-from specjax.methods.block.head import Block, BlockConfig
+from specjax.methods.block.head import BlockConfig, BlockHead
 from specjax.methods.eagle.head import Eagle, EagleConfig, default_taps
 from specjax.methods.heads.complete_parameters import complete_parameters
 from specjax.methods.heads.head import Head, TargetMetadata
@@ -199,7 +199,7 @@ def draft_logits(head, target, seed=0):
         return np.asarray(_medusa_logits(medusa, params, feature(head.config.hidden_size)))[0]
     features = {tap: feature(head.config.target_hidden_size) for tap in head.config.taps}
     if isinstance(head.config, BlockConfig):
-        return np.asarray(_block_logits(Block(head.config, target.dtype), params, features))[0]
+        return np.asarray(_block_logits(BlockHead(head.config, target.dtype), params, features))[0]
     tokens = rng.integers(0, head.config.decoder.vocab_size, (1, _PAIRS + 1))
     eagle = Eagle(head.config, target.dtype)
     return np.asarray(_eagle_logits(eagle, params, features, jnp.asarray(tokens, jnp.int32)))[0]

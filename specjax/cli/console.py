@@ -31,7 +31,7 @@ from specjax.reporting.decode_table import (
     slower,
     too_short,
 )
-from specjax.reporting.records import Row
+from specjax.reporting.records import DecodedRow
 from specjax.reporting.statistics import figures
 from specjax.reporting.weight_reads import weight_reads_line
 
@@ -198,12 +198,12 @@ class Screen:
             self._console.print(shown, end="", soft_wrap=True, highlight=False)
             self._inside_text = True
 
-    def row_length(self, row: Row) -> None:
+    def row_length(self, row: DecodedRow) -> None:
         """Print how many tokens a row's answer has, if it was cut at the limit."""
         if row.finish_reason == "length":
             self.say("    " + _length(row), "dim")
 
-    def row_result(self, row: Row, drafter: str = "", *, brief: bool, timed: bool) -> None:
+    def row_result(self, row: DecodedRow, drafter: str = "", *, brief: bool, timed: bool) -> None:
         """Print a line about one row, after its text: its length, acceptance, speed and comparison.
 
         The line begins with `drafter`, the drafter's name, unless that is empty. With `brief`, for
@@ -278,7 +278,7 @@ class Screen:
             table.add_row(name, *map(Text, cells.values()))
         self._console.print(table)
 
-    def differences(self, rows: Sequence[Row], drafter: str = "") -> None:
+    def differences(self, rows: Sequence[DecodedRow], drafter: str = "") -> None:
         """Print every row that differs from plain decoding, with the margins of its near-ties.
 
         `drafter` is the drafter's name if there are several.
@@ -303,7 +303,7 @@ class Screen:
             )
 
 
-def _length(row: Row) -> str:
+def _length(row: DecodedRow) -> str:
     """Return the number of a row's tokens, and whether a limit on their number ended the row."""
     return f"{row.new_tokens} tokens" + ", cut at the limit" * (row.finish_reason == "length")
 

@@ -30,7 +30,7 @@ from specjax.loading.model import Model
 from specjax.reporting.compare_outputs import Difference, compare_row
 from specjax.reporting.decode_report import PLAIN, Clock, DrafterRun
 from specjax.reporting.engine_report import engine_summary
-from specjax.reporting.records import Row
+from specjax.reporting.records import DecodedRow
 
 ROUNDS_PER_STEP = 4
 """Rounds between two reads from the device: enough for streaming, and cheap."""
@@ -294,7 +294,7 @@ class _Decoding:
         sides: Sequence[_Side],
         index: Sequence[int],
         first: Generation,
-        rows: Sequence[Sequence[Row]],
+        rows: Sequence[Sequence[DecodedRow]],
     ) -> None:
         """Show the texts of a group, unless `decode_first` did, and the result of each row."""
         for number, question in enumerate(self.asked(turn, index)):

@@ -45,7 +45,7 @@ class Sampling:
 
 
 @struct.dataclass
-class Limits:
+class StepLimits:
     """How much each drafter may draft in the rounds of a step; set before the step begins.
 
     `longest` is the number of tokens of a chain, or of a tree's first nodes; a drafter with 0 does

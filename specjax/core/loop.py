@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from specjax.core.drafter import Limits
+from specjax.core.drafter import StepLimits
 from specjax.core.plan import LoopPlan
 from specjax.core.round import no_tally, one_round
 from specjax.core.state import (
@@ -34,7 +34,7 @@ def step(
     plan: LoopPlan,
     params: Any,
     state: State,
-    limits: Limits,
+    limits: StepLimits,
     host_ended: Bool[Array, "B"],
     max_rounds: Int[Array, ""],
     stop_after_finished: Int[Array, ""],
@@ -76,7 +76,7 @@ def run(
     state: State,
     max_rounds: Int[Array, ""],
     stop_after_finished: Int[Array, ""] | None = None,
-    limits: Limits | None = None,
+    limits: StepLimits | None = None,
 ) -> tuple[State, Rounds, Tally]:
     """Run rounds until all rows, or `stop_after_finished` of them, have finished.
 

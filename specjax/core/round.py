@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from specjax import sampling
 from specjax.core.cache import commit, put
-from specjax.core.drafter import Context, Limits, Noise
+from specjax.core.drafter import Context, Noise, StepLimits
 from specjax.core.plan import LoopPlan
 from specjax.core.state import FAILED, FULL, RUNNING, STOPPED, Rounds, State, Tally
 from specjax.core.turn_taking import Proposal
@@ -26,7 +26,7 @@ from specjax.trees import Draft
 
 
 def one_round(
-    plan: LoopPlan, params: Any, state: State, limits: Limits | None = None
+    plan: LoopPlan, params: Any, state: State, limits: StepLimits | None = None
 ) -> tuple[State, Rounds, Tally]:
     """Run one round: observe, propose, extend, verify, and commit tokens in each unfinished row.
 
@@ -129,7 +129,7 @@ def _verify_and_commit(
     return after, _End(count, accepted, path.astype(jnp.int32), verified.overlaps)
 
 
-def propose(plan: LoopPlan, params: Any, state: State, limits: Limits) -> Proposal:
+def propose(plan: LoopPlan, params: Any, state: State, limits: StepLimits) -> Proposal:
     """Return the drafters' proposal for this round within `limits`, with their new states.
 
     `params` are the target's and the drafters' parameters. Raises ValueError for a tree under a

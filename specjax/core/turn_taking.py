@@ -23,9 +23,9 @@ from specjax.core.drafter import (
     Accepted,
     Context,
     Drafter,
-    Limits,
     LoadedDrafter,
     Noise,
+    StepLimits,
     TargetPass,
 )
 from specjax.core.none import empty_draft
@@ -198,10 +198,10 @@ class Turns:
             for drafter, drafter_state in zip(self.parts, state, strict=True)
         )
 
-    def full_limits(self) -> Limits:
+    def full_limits(self) -> StepLimits:
         """Return limits that let each drafter draft as much as it can."""
         longest = np.array([drafter.num_nodes for drafter in self.parts], np.int32)
-        return Limits(longest, np.zeros(len(self.parts), np.float32))
+        return StepLimits(longest, np.zeros(len(self.parts), np.float32))
 
     def propose(
         self,
@@ -209,7 +209,7 @@ class Turns:
         state: tuple[PartState, ...],
         context: Context,
         noise: Noise,
-        limits: Limits,
+        limits: StepLimits,
     ) -> Proposal:
         """Return each row's draft, from the first drafter that has one, and the states.
 
@@ -276,7 +276,7 @@ def flattened(
 
 
 def _own_context(
-    drafter: Drafter, context: Context, waiting: Bool[Array, "B"], limits: Limits, number: int
+    drafter: Drafter, context: Context, waiting: Bool[Array, "B"], limits: StepLimits, number: int
 ) -> Context:
     """Return the context of drafter `number`, which may draft only in the rows `waiting`."""
     longest = limits.longest[number]

@@ -13,7 +13,7 @@ from jaxtyping import Int
 
 from specjax import controllers
 from specjax.controllers import StepRecord
-from specjax.core.drafter import Limits
+from specjax.core.drafter import StepLimits
 from specjax.core.state import Packed, State, with_entries, without_entries
 from specjax.distributed.sharding import first_device
 from specjax.engine.length_control import time_steps
@@ -237,7 +237,7 @@ class DeviceRows:
             of_slots, pages = pages, np.full_like(pages[: plan.num_rows], plan.loop.num_pages)
             pages[: len(order)] = of_slots[order]
         ended[[row for row, slot in enumerate(self._row_slots) if slot in ended_slots]] = True
-        device_limits = Limits(
+        device_limits = StepLimits(
             np.array(limits.longest, np.int32), np.array(limits.confidence, np.float32)
         )
         self._state, seen = programs.step(

@@ -12,7 +12,7 @@ import numpy as np
 
 from specjax import controllers
 from specjax.controllers import LearnsCosts, StepRecord
-from specjax.core.drafter import Limits
+from specjax.core.drafter import StepLimits
 from specjax.core.state import Seen
 from specjax.distributed import processes
 from specjax.engine.plan import DecodePlan
@@ -121,9 +121,9 @@ def time_steps(plan: DecodePlan, programs: Programs) -> Iterator[StepRecord]:
         shape = plan.num_rows, plan.loop.capacity // plan.loop.page_size
         pages = np.full(shape, plan.loop.num_pages, np.int32)
     none = np.zeros(len(plan.loop.drafter.parts), np.int32)
-    sleeping = Limits(none, np.zeros(len(none), np.float32))
+    sleeping = StepLimits(none, np.zeros(len(none), np.float32))
 
-    def timed(limits: Limits, rounds: int) -> StepRecord:
+    def timed(limits: StepLimits, rounds: int) -> StepRecord:
         nonlocal state
         begin = time.perf_counter()
         state, packed = programs.step(
@@ -135,7 +135,7 @@ def time_steps(plan: DecodePlan, programs: Programs) -> Iterator[StepRecord]:
         names = controllers.Limits(tuple(longest), tuple(confidence))
         return step_record(plan, names, packed.read(), seconds)
 
-    def measured(limits: Limits) -> StepRecord:
+    def measured(limits: StepLimits) -> StepRecord:
         """Return the faster of two steps, the first of which may find caches and threads cold."""
         both = [timed(limits, rounds) for _ in range(2)]
         return min(both, key=lambda record: record.seconds)

@@ -35,7 +35,7 @@ _SEARCHED = 4
 
 
 @struct.dataclass
-class State:
+class LookaheadState:
     """The window of guesses for rows of `length` tokens, and the pool of n-grams.
 
     A guess that is not known yet is -1; the entry for the root's own position is unused. `count`
@@ -109,17 +109,17 @@ class Lookahead(Drafter):
         """The name of the target's feature that improves the guesses."""
         return (feature_name(1),)
 
-    def init(self, params: Any, batch: int, capacity: int) -> State:
+    def init(self, params: Any, batch: int, capacity: int) -> LookaheadState:
         """Return a window of unknown guesses and an empty pool, for each row."""
         del params, capacity
         zeros = jnp.zeros(batch, jnp.int32)
         window = jnp.full((batch, self.rows, self.columns), _UNKNOWN, jnp.int32)
         pool = jnp.full((batch, self.pool_size, self.rows + 1), _UNKNOWN, jnp.int32)
-        return constrain_rows(State(window, zeros, pool, zeros))
+        return constrain_rows(LookaheadState(window, zeros, pool, zeros))
 
     def propose(
-        self, params: Any, state: State, context: Context, noise: Noise
-    ) -> tuple[Draft, State]:
+        self, params: Any, state: LookaheadState, context: Context, noise: Noise
+    ) -> tuple[Draft, LookaheadState]:
         """Propose the window, and the latest n-grams that begin with the last token."""
         del params, noise
         window = moved(state.window, context, context.length - state.length)
@@ -135,7 +135,9 @@ class Lookahead(Drafter):
         within = draft.topology.row_depths[:, 1:] <= context.limit[:, None]
         return draft.replace(valid=draft.valid & within), state
 
-    def observe(self, params: Any, state: State, context: Context, accepted: Accepted) -> State:
+    def observe(
+        self, params: Any, state: LookaheadState, context: Context, accepted: Accepted
+    ) -> LookaheadState:
         """Return the state with the n-grams that end at new tokens."""
         del params
         before, steps = self.rows, accepted.tokens.shape[1]
@@ -146,7 +148,9 @@ class Lookahead(Drafter):
         known = (step < accepted.count[:, None]) & (first[:, None] + step >= before)
         return added(state, jnp.stack(ngrams, axis=2), known)
 
-    def observe_pass(self, params: Any, state: State, target_pass: TargetPass) -> State:
+    def observe_pass(
+        self, params: Any, state: LookaheadState, target_pass: TargetPass
+    ) -> LookaheadState:
         """Return the state after a pass of the target.
 
         If the pass computed the window, the target's most likely tokens become its guesses.
@@ -169,7 +173,7 @@ class Lookahead(Drafter):
         window = jnp.where(computed[:, None, None], after, window)
         return state.replace(window=window, length=state.length + computed)
 
-    def _drafted_ngrams(self, state: State, context: Context) -> list[Draft]:
+    def _drafted_ngrams(self, state: LookaheadState, context: Context) -> list[Draft]:
         """Return the latest distinct n-grams that begin with the root, as chains without it."""
         root, size, most = context.token_at(context.length - 1), self.pool_size, self.guesses
         recency = 1 + (jnp.arange(size)[None, :] - state.count[:, None]) % size
@@ -201,7 +205,9 @@ def moved(
     return jnp.where(window == _UNKNOWN, tokens.reshape(window.shape), window)
 
 
-def added(state: State, ngrams: Int[Array, "B T n"], known: Bool[Array, "B T"]) -> State:
+def added(
+    state: LookaheadState, ngrams: Int[Array, "B T n"], known: Bool[Array, "B T"]
+) -> LookaheadState:
     """Return the state with those of the n-grams that are `known` added to the pool, in order."""
     size = state.pool.shape[1]
     number = jnp.cumsum(known, axis=1)

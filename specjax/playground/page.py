@@ -178,5 +178,5 @@ def _tokens(trace: RoundTrace) -> set[int]:
     return found | {test.choice for test in trace.tests if test.choice is not None}
 
 
-def _recorded(row: records.Row) -> RecordedRow:
+def _recorded(row: records.DecodedRow) -> RecordedRow:
     return RecordedRow(row.token_ids, row.drafted, row.accepted, row.emitted, row.drafter_index)

@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from specjax import sampling
-from specjax.core.drafter import Limits
+from specjax.core.drafter import StepLimits
 from specjax.core.plan import LoopPlan
 from specjax.core.round import noise_keys, propose
 from specjax.core.state import State
@@ -178,7 +178,7 @@ class _Keeping(Rule):
 
 @functools.partial(jax.jit, static_argnums=0)
 def verify_and_keep(
-    loop_plan: LoopPlan, params: Any, state: State, limits: Limits
+    loop_plan: LoopPlan, params: Any, state: State, limits: StepLimits
 ) -> tuple[Draft, Kept]:
     """Propose and verify a round's draft as the loop does, at the largest width."""
     loop_plan = replace(loop_plan, rule=_Keeping(loop_plan.rule))
@@ -191,17 +191,17 @@ def verify_and_keep(
 
 def _recorded_limits(
     loop_plan: LoopPlan, params: Any, state: State, recorded: RecordedRow, number: int
-) -> Limits:
+) -> StepLimits:
     """Return limits under which the recorded drafter drafts as many nodes as in round `number`."""
     none = np.zeros(len(loop_plan.drafter.parts), np.int32)
-    limits = Limits(none, np.zeros(len(none), np.float32))
+    limits = StepLimits(none, np.zeros(len(none), np.float32))
     drafter, count = recorded.drafter_index[number], recorded.drafted[number]
     if count == 0:
         return limits
     if not 0 <= drafter < len(none):
         raise InputError(f"round={number}: drafter {drafter} is recorded, of {len(none)} drafters")
     most = loop_plan.drafter.parts[drafter].num_nodes
-    full = Limits(np.where(np.arange(len(none)) == drafter, most, 0), limits.confidence)
+    full = StepLimits(np.where(np.arange(len(none)) == drafter, most, 0), limits.confidence)
     draft, _ = verify_and_keep(loop_plan, params, state, jax.tree.map(jnp.asarray, full))
     # Nodes may be invalid below the limit, for example in a tree with fewer matches.
     enough = np.flatnonzero(np.cumsum(np.asarray(draft.valid)[0]) >= count)

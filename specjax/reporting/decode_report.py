@@ -16,7 +16,7 @@ from specjax import metrics
 from specjax.engine.generate import Generation
 from specjax.loading.texts.questions import Question
 from specjax.reporting.compare_outputs import Difference
-from specjax.reporting.records import Row, RunHeader
+from specjax.reporting.records import DecodedRow, RunHeader
 from specjax.reporting.statistics import Figures, figures
 from specjax.reporting.weight_reads import weight_bandwidth
 from specjax.trees import FastestTree, RankedTree
@@ -39,7 +39,7 @@ class DrafterRun:
 
     header: RunHeader
     trees: Mapping[str, FastestTree | RankedTree] = field(default_factory=dict)
-    rows: list[Row] = field(default_factory=list)
+    rows: list[DecodedRow] = field(default_factory=list)
     expected: list[metrics.ExpectedAcceptance] = field(default_factory=list)
     engines: dict[int, dict[str, Any]] = field(default_factory=dict)
     step_limits: list[tuple[Sequence[int], Sequence[float], int]] = field(default_factory=list)
@@ -76,7 +76,7 @@ class DrafterRun:
         plain: Generation | None,
         differences: Sequence[Difference | None] | None,
         repeated_speeds: Sequence[tuple[float, float]] = (),
-    ) -> list[Row]:
+    ) -> list[DecodedRow]:
         """Add the rows that were decoded together as one group; return their records.
 
         `batch` is the number of the group in the run, and `turn` (from 0) the turn of its
@@ -91,7 +91,7 @@ class DrafterRun:
         ]
         compared = differences or [None] * len(questions)
         rows = [
-            Row(
+            DecodedRow(
                 drafter=self.drafter,
                 question_id=question.question_id,
                 category=question.category,

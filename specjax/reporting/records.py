@@ -78,7 +78,7 @@ class ConfigKind:
 
 
 @dataclass(frozen=True)
-class Row:
+class DecodedRow:
     """One answer, with the counts of its rounds and its times in seconds.
 
     `emitted` counts the tokens of each round, and `drafter_index` is the drafter whose turn it was,
@@ -124,7 +124,7 @@ class Row:
     plain_passes: Annotated[int | None, optional(Whole())] = field(default=None, kw_only=True)
 
     @classmethod
-    def read(cls, record: Mapping[str, Any]) -> Row:
+    def read(cls, record: Mapping[str, Any]) -> DecodedRow:
         """Return the row of a record, which may lack `plain_passes`. Raises InputError."""
         return read_values(cls, {"plain_passes": None, **record})
 
@@ -251,7 +251,7 @@ class Run(RunHeader):
     """
 
     path: Path
-    rows: tuple[Row, ...]
+    rows: tuple[DecodedRow, ...]
     end: RunEnd
     num_left_out: int = 0
 
@@ -297,7 +297,7 @@ def read_report(path: str | Path) -> Run:
 def read_reports(path: str | Path) -> tuple[Run, ...]:
     """Return the runs in a report of `specjax.decode`. Raises InputError for other files."""
     headers: dict[str, RunHeader] = {}
-    rows: dict[str, list[Row]] = {}
+    rows: dict[str, list[DecodedRow]] = {}
     ends: dict[str, RunEnd] = {}
     file = input_file("report", path)
     for where, record in read_json_lines(file, "report", unfinished=True):
@@ -313,7 +313,7 @@ def read_reports(path: str | Path) -> tuple[Run, ...]:
             elif drafter not in headers:
                 raise InputError(f"record={shown(kind)}, drafter={shown(drafter)}: no such run")
             elif kind == "row":
-                rows[drafter].append(Row.read(record))
+                rows[drafter].append(DecodedRow.read(record))
             elif kind == "summary":
                 ends[drafter] = RunEnd.read(record)
             else:

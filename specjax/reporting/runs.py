@@ -13,7 +13,7 @@ from typing import Any
 
 from specjax.errors import InputError
 from specjax.fields import dotted
-from specjax.reporting.records import Conditions, Row, Run
+from specjax.reporting.records import Conditions, DecodedRow, Run
 from specjax.reporting.statistics import OVERALL, Figures, figures_by_task
 
 
@@ -109,7 +109,7 @@ def _same_prompts(runs: Sequence[Run]) -> Iterator[tuple[Run, Run]]:
         yield run, replace(run, rows=rows, num_left_out=len(run.rows) - len(rows))
 
 
-def _answering(prompts: Counter, rows: Sequence[Row]) -> tuple[Row, ...]:
+def _answering(prompts: Counter, rows: Sequence[DecodedRow]) -> tuple[DecodedRow, ...]:
     """Return the rows of the batches all of whose rows answer one of `prompts`.
 
     Whole batches are dropped, since the seconds of a batch are those of all its rows.
@@ -122,7 +122,7 @@ def _answering(prompts: Counter, rows: Sequence[Row]) -> tuple[Row, ...]:
     return tuple(row for row in rows if row.batch not in partial)
 
 
-def _prompt(row: Row) -> tuple[int, str]:
+def _prompt(row: DecodedRow) -> tuple[int, str]:
     """Return the identity of a row's prompt: its turn and the hash of its question."""
     return row.turn, row.prompt_hash
 

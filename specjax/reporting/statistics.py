@@ -17,7 +17,7 @@ from scipy.special import stdtrit
 
 from specjax import metrics
 from specjax.core.none import PLAIN_DECODING
-from specjax.reporting.records import Row, Run
+from specjax.reporting.records import DecodedRow, Run
 
 OVERALL = "overall"
 FEW = 5
@@ -100,7 +100,7 @@ class Figures:
         return {**self.counts.to_dict(), **others}
 
 
-def figures(rows: Sequence[Row], timed: Sequence[Row] | None = None) -> Figures:
+def figures(rows: Sequence[DecodedRow], timed: Sequence[DecodedRow] | None = None) -> Figures:
     """Return the figures of some rows; their speeds cover only the rows in `timed`, if given."""
     timed = rows if timed is None else timed
     compared = [row.identical for row in rows if row.identical is not None]
@@ -165,14 +165,14 @@ def noise_remark(speedup: float | None, possible: float | None) -> str | None:
     return f"the clock is noisy: at most {possible:.2f}x is possible"
 
 
-def summarize(rows: Sequence[Row]) -> metrics.Summary:
+def summarize(rows: Sequence[DecodedRow]) -> metrics.Summary:
     """Return the acceptance metrics of some rows, as defined in `specjax.metrics`."""
     counts = (_table(rows, name) for name in ("drafted", "accepted", "emitted", "width"))
     paths = [row.longest_path for row in rows if row.longest_path is not None]
     return metrics.summarize(*counts, max(paths, default=None))
 
 
-def batch_widths(rows: Sequence[Row]) -> np.ndarray:
+def batch_widths(rows: Sequence[DecodedRow]) -> np.ndarray:
     """Return the width of each pass of the target [R], which all rows of a batch share."""
     passes: dict[tuple[int, int], int] = {}
     for row in rows:
@@ -182,7 +182,7 @@ def batch_widths(rows: Sequence[Row]) -> np.ndarray:
     return np.array(list(passes.values()), np.int64)
 
 
-def _table(rows: Sequence[Row], name: str) -> np.ndarray:
+def _table(rows: Sequence[DecodedRow], name: str) -> np.ndarray:
     """Return the counts `name` of all rows as an array [B, R], padded with -1."""
     counts = [getattr(row, name) for row in rows]
     table = np.full((len(rows), max(map(len, counts), default=0)), -1, np.int64)
@@ -191,21 +191,21 @@ def _table(rows: Sequence[Row], name: str) -> np.ndarray:
     return table
 
 
-def _possible_speedup(groups: Iterable[Sequence[Row]]) -> float | None:
+def _possible_speedup(groups: Iterable[Sequence[DecodedRow]]) -> float | None:
     """Return the largest acceptance length of a group of rows, or None without passes."""
     accepted = [[count for row in rows for count in row.accepted] for rows in groups]
     return max((1 + fmean(counts) for counts in accepted if counts), default=None)
 
 
-def _new_tokens(rows: Iterable[Row]) -> int:
+def _new_tokens(rows: Iterable[DecodedRow]) -> int:
     return sum(row.new_tokens for row in rows)
 
 
-def _plain_tokens(rows: Iterable[Row]) -> int:
+def _plain_tokens(rows: Iterable[DecodedRow]) -> int:
     return sum(row.plain_new_tokens for row in rows)
 
 
-def _plain_passes_per_second(rows: Sequence[Row]) -> float | None:
+def _plain_passes_per_second(rows: Sequence[DecodedRow]) -> float | None:
     """Return the passes per second of plain decoding; None if it was not run or they are unknown.
 
     If rows were decoded plainly and with nothing to compare, their own passes count.
@@ -219,7 +219,7 @@ def _plain_passes_per_second(rows: Sequence[Row]) -> float | None:
     return None
 
 
-def _seconds(rows: Iterable[Row], name: str) -> float:
+def _seconds(rows: Iterable[DecodedRow], name: str) -> float:
     """Return the sum of the field `name` over the batches of some rows.
 
     Rows of a batch share its seconds, which count once.
@@ -231,7 +231,7 @@ def _speed(tokens: int, seconds: float) -> float | None:
     return tokens / seconds if seconds else None
 
 
-def _speedup(rows: Sequence[Row], *, with_prefill: bool = False) -> float | None:
+def _speedup(rows: Sequence[DecodedRow], *, with_prefill: bool = False) -> float | None:
     """Return the drafter's speed divided by plain decoding's, for rows decoded both ways."""
     ours_s, plain_s = _seconds(rows, "decode_s"), _seconds(rows, "plain_decode_s")
     if with_prefill:
@@ -241,7 +241,7 @@ def _speedup(rows: Sequence[Row], *, with_prefill: bool = False) -> float | None
     return ours / plain if ours is not None and plain else None
 
 
-def _speedup_interval(rows: Sequence[Row]) -> tuple[float, float] | None:
+def _speedup_interval(rows: Sequence[DecodedRow]) -> tuple[float, float] | None:
     """Return the 95 % interval of `_speedup`, by a jackknife of its logarithm over batches.
 
     The result is None for fewer than two batches, or if all but one of them are empty.
@@ -260,7 +260,7 @@ def _speedup_interval(rows: Sequence[Row]) -> tuple[float, float] | None:
     return _jackknife(_speedup(rows), np.log(sums) @ (1, -1, 1, -1))
 
 
-def _acceptance_interval(rows: Sequence[Row]) -> tuple[float, float] | None:
+def _acceptance_interval(rows: Sequence[DecodedRow]) -> tuple[float, float] | None:
     """Return the 95 % interval of the acceptance length, by a jackknife over answers."""
     each = np.array([(sum(row.accepted), len(row.accepted)) for row in rows])
     others = each.sum(axis=0) - each
@@ -282,7 +282,7 @@ def _jackknife(value: float, without: np.ndarray) -> tuple[float, float]:
 
 
 def _ranges_of_repeats(
-    rows: Sequence[Row],
+    rows: Sequence[DecodedRow],
 ) -> tuple[int, tuple[float, float] | None, tuple[float, float] | None]:
     """Return the number of repeats, and the ranges of the speed-up and of plain decoding's speed.
 
@@ -304,7 +304,7 @@ def _ranges_of_repeats(
     )
 
 
-def _acceptance_of_tested(rows: Sequence[Row]) -> float | None:
+def _acceptance_of_tested(rows: Sequence[DecodedRow]) -> float | None:
     """Return the accepted divided by the tested draft tokens, or None if none was tested."""
     accepted = sum(sum(row.accepted) for row in rows)
     tested = sum(

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from specjax.errors import InputError, one_line
-from specjax.reporting.records import Row, read_report
+from specjax.reporting.records import DecodedRow, read_report
 
 
 def finished_rows(
     path: Path, turns: Mapping[int | str, int], tell: Callable[[str], None]
-) -> list[Row]:
+) -> list[DecodedRow]:
     """Return the rows of the questions that a cell's file answers in all of their `turns`.
 
     `turns` is the number of turns by question id. If a process was killed while writing, the

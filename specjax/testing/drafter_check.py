@@ -15,7 +15,7 @@ import scipy.stats
 from jaxtyping import Array, Float, Int
 
 from specjax import sampling
-from specjax.core.drafter import Limits, Sampling, warp_rows
+from specjax.core.drafter import Sampling, StepLimits, warp_rows
 from specjax.core.drafter_errors import errors_of
 from specjax.core.language_model import LanguageModel
 from specjax.core.plan import LoopPlan
@@ -99,7 +99,7 @@ def check_drafter(
     *,
     prompt: Sequence[int] = (1, 2, 3, 1, 2),
     num_speculative_tokens: int = 2,
-    limits: Limits | None = None,
+    limits: StepLimits | None = None,
     verify: str | sampling.Rule = "rejection",
     request: SamplingParams = SamplingParams(temperature=1.0),  # noqa: B008 - frozen
     seed: int = 0,
@@ -127,7 +127,7 @@ def check_drafter(
     rows = Whole(1).check("rows", rows)
     prompt = Items(Whole(0, model.vocab_size - 1), least=1).check("prompt", prompt)
     DRAFT_TOKENS.check("num_speculative_tokens", num_speculative_tokens)
-    optional(Instance(Limits, "use drafters.base.Limits")).check("limits", limits)
+    optional(Instance(StepLimits, "use core.drafter.StepLimits")).check("limits", limits)
     rule = RULE.check("verify", verify)
     Instance(SamplingParams, "use SamplingParams").check("request", request)
     seed = SEED.check("seed", seed)
@@ -220,7 +220,7 @@ def decode(
     index: Int[Array | np.ndarray, "B"],
     seed: int,
     rounds: int,
-    limits: Limits | None = None,
+    limits: StepLimits | None = None,
 ) -> tuple[State, Rounds]:
     """Decode `rounds` rounds of rows with the same prompt; return the state and the counts.
 

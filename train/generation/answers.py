@@ -56,7 +56,7 @@ _SIMILAR = 256
 
 
 @dataclass(frozen=True)
-class Row:
+class AnswerRow:
     """A prompt as token ids, with its sampling parameters."""
 
     request: Request
@@ -77,7 +77,7 @@ class Job:
     `remarks` are lines for the user, and `noun` is what messages call the rows.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[AnswerRow, ...]
     order: tuple[int, ...]
     digest: str
     remarks: tuple[str, ...] = ()
@@ -283,7 +283,7 @@ def plan(config: AnswersConfig, model: Model, requests: Sequence[Request]) -> Jo
     # Any prompt may get any temperature, and all temperatures as many prompts.
     turns = np.random.default_rng((config.seed, 1)).permutation(len(kept))
     rows = tuple(
-        Row(
+        AnswerRow(
             request,
             tuple(ids),
             replace(
@@ -319,7 +319,7 @@ def plan_questions(config: AnswersConfig, model: Model, frame: questions.Frame) 
         stop_token_ids=frame.ends,
     )
     rows = tuple(
-        Row(
+        AnswerRow(
             Request(number, "", where=f"question {number}"),
             frame.before,
             # Other noise than that of the answers, which are drawn given the questions.
@@ -330,7 +330,7 @@ def plan_questions(config: AnswersConfig, model: Model, frame: questions.Frame) 
     return Job(rows, tuple(range(len(rows))), _digest(rows), noun="questions")
 
 
-def _digest(rows: Sequence[Row]) -> str:
+def _digest(rows: Sequence[AnswerRow]) -> str:
     """Return a hash of the prompts and sampling parameters of rows."""
     content = [(row.request.id, row.prompt, row.sampling) for row in rows]
     return hashlib.sha256(repr(content).encode()).hexdigest()

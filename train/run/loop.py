@@ -26,7 +26,7 @@ from train.run.checkpoints import Saved
 from train.run.config import EvalConfig, LoopConfig
 from train.run.metrics import MetricsWriter, add, scalars, shown, sums_of
 from train.run.sharding import Placement
-from train.run.step import Program, Report, State
+from train.run.step import Program, Report, TrainState
 from train.run.workdir import Workdir
 
 DONE, TIME, INTERRUPTED = "done", "time", "interrupted"
@@ -47,7 +47,7 @@ Evaluate = Callable[[Any, int, bool], dict[str, float]]
 class Result:
     """The state and step at which a run ended, and the reason for ending."""
 
-    state: State
+    state: TrainState
     step: int
     reason: str
     tokens: int

@@ -28,7 +28,7 @@ _LATE = np.int32(2**30)
 
 
 @struct.dataclass
-class State:
+class TrainState:
     """The arrays that a step updates, and `key`, the data of the run's constant random key.
 
     `average` is the average of the parameters over steps, if one is kept.
@@ -68,8 +68,8 @@ class Program(NamedTuple):
     micro-batches.
     """
 
-    state: State
-    step: Callable[[State, Any, Batch], tuple[State, Report]]
+    state: TrainState
+    step: Callable[[TrainState, Any, Batch], tuple[TrainState, Report]]
     evaluate: Callable[[Any, Any, Batch], tuple[Float[Array, ""], Measures]]
     mesh: Mesh | None
 
@@ -108,7 +108,7 @@ def make_program(
     rate = learning_rate(optimization)
     shapes = jax.eval_shape(optimizer.init, params)
     moments = None if mesh is None else split_over_data(shapes, mesh, split=True)
-    state = State(
+    state = TrainState(
         params=params,
         optimizer=jax.jit(optimizer.init, out_shardings=moments)(params),
         step=copied(np.int32(0), mesh),
@@ -116,7 +116,7 @@ def make_program(
         average=jax.tree.map(jnp.copy, params) if optimization.average else None,
     )
 
-    def step(state: State, target_params: Any, batches: Batch) -> tuple[State, Report]:
+    def step(state: TrainState, target_params: Any, batches: Batch) -> tuple[TrainState, Report]:
         def one(params: Any, batch: Batch, key: Any) -> tuple[Any, Any]:
             return loss(params, target_params, batch, key, state.step)
 

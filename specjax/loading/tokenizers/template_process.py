@@ -29,7 +29,7 @@ _REMEDY = "give the prompt as raw text (chat=false for a command)"
 
 
 @dataclass(frozen=True)
-class Limits:
+class TemplateLimits:
     """Limits of rendering one template: seconds of wall-clock time, bytes of memory, size of text.
 
     `memory` bounds the address space of the process, interpreter included, on systems with such a
@@ -41,10 +41,10 @@ class Limits:
     text: int = 16 << 20
 
 
-LIMITS = Limits()
+LIMITS = TemplateLimits()
 
 
-def render(request: bytes, limits: Limits = LIMITS) -> str:
+def render(request: bytes, limits: TemplateLimits = LIMITS) -> str:
     """Return the text that a template renders; `request` is JSON [template, variables].
 
     Raises InputError if the template fails or exceeds the limits.
@@ -79,7 +79,7 @@ def close() -> None:
 class _Child:
     """A running `template_renderer.py`, and the connection to it."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: TemplateLimits) -> None:
         self.limits = limits
         self.connection, theirs = multiprocessing.Pipe()
         # The interpreter finds jinja2 where this one does, wherever that is.
@@ -137,7 +137,7 @@ class _Child:
             raise InputError(f"chat template: it takes more than {size}; {_REMEDY}")
         return kind, text
 
-    def serves(self, limits: Limits) -> bool:
+    def serves(self, limits: TemplateLimits) -> bool:
         """Return whether the child is still running, with these limits."""
         return self.limits == limits and self.process.poll() is None
 
@@ -162,7 +162,7 @@ _lock = threading.Lock()
 atexit.register(close)
 
 
-def _connected(limits: Limits) -> _Child:
+def _connected(limits: TemplateLimits) -> _Child:
     """Return this process's child with these limits, started if necessary."""
     global _child
     if _child is not None and not _child.serves(limits):

@@ -28,7 +28,7 @@ from specjax.core.growth.level import Level
 from specjax.core.growth.tree_options import MOST_TOPK, TREE, USUAL_NODES, TreeOptions
 from specjax.loading.formats.build_parameters import can_split
 from specjax.loading.model import Model
-from specjax.methods.block.head import Block
+from specjax.methods.block.head import BlockHead
 from specjax.methods.block.rows import run_blocks
 from specjax.methods.heads.examined import BLOCK, Variation
 from specjax.methods.heads.head import Head
@@ -40,7 +40,7 @@ from specjax.trees import Draft
 
 
 @struct.dataclass
-class State:
+class BlockState:
     """The keys and values that all layers make of the target's features at positions 0 .. n-2."""
 
     cache: KVCache
@@ -62,7 +62,7 @@ class BlockDrafter(OwnCacheDrafter, HeadDrafter):
     paired_with: ClassVar[str] = "position t"
     taps_field: ClassVar[str] = "target_layer_ids, of outputs, or aux_hidden_state_layer_ids"
     applies_window: ClassVar[bool] = False
-    head: Block = field(kw_only=False)
+    head: BlockHead = field(kw_only=False)
 
     def __post_init__(self) -> None:
         tree, config = TREE.check("drafter.tree", self.tree), self.head.config
@@ -79,7 +79,7 @@ class BlockDrafter(OwnCacheDrafter, HeadDrafter):
         """Return a drafter for a trained head; `params` come from `complete_parameters`."""
         if options.get("tree") is None:
             options = {"num_speculative_tokens": head.config.longest_draft, **options}
-        functions = Block(
+        functions = BlockHead(
             head.config,
             target.activation_dtype,
             target.multiply,
@@ -138,14 +138,14 @@ class BlockDrafter(OwnCacheDrafter, HeadDrafter):
         """Return `params` with the embedding and the output head of `target_params`."""
         return share_anew(params, target_params)
 
-    def init(self, params: Any, batch: int, capacity: int) -> State:
+    def init(self, params: Any, batch: int, capacity: int) -> BlockState:
         """Return the state of rows without features."""
         del params
-        return State(self.head.make_cache(batch, capacity))
+        return BlockState(self.head.make_cache(batch, capacity))
 
     def propose(
-        self, params: Any, state: State, context: Context, noise: Noise
-    ) -> tuple[Draft, State]:
+        self, params: Any, state: BlockState, context: Context, noise: Noise
+    ) -> tuple[Draft, BlockState]:
         """Run one block per row, and draft a chain or a tree from its logits."""
         head, config = self.head, self.head.config
         slots = config.num_slots(max(self.num_speculative_tokens, 1))
@@ -189,7 +189,9 @@ class BlockDrafter(OwnCacheDrafter, HeadDrafter):
         )
         return draft, state
 
-    def observe(self, params: Any, state: State, context: Context, accepted: Accepted) -> State:
+    def observe(
+        self, params: Any, state: BlockState, context: Context, accepted: Accepted
+    ) -> BlockState:
         """Return the state with the keys and values of the features in `accepted` in the cache.
 
         These are the features of the `count` positions before each row's last token.
@@ -200,7 +202,7 @@ class BlockDrafter(OwnCacheDrafter, HeadDrafter):
         fused = self.head.fuse(params, accepted.features)
         window = self.head.context(params, fused, positions)
         slots = jnp.broadcast_to(step, positions.shape)
-        return State(commit(state.cache, window, slots, accepted.count))
+        return BlockState(commit(state.cache, window, slots, accepted.count))
 
     def teacher_forced(
         self,

@@ -224,7 +224,7 @@ def default_taps(num_layers: int, count: int) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockHead:
     """A block drafter as pure functions of its parameters; hashable.
 
     `params` has its own parameters, and under "shared" the target's embedding and the columns of

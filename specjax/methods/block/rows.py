@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.methods.block.head import Block
+from specjax.methods.block.head import BlockHead
 from specjax.models.layers.attention import Partial, attend, attend_in_blocks, merge
 
 
 def run_blocks(
-    head: Block,
+    head: BlockHead,
     params: dict[str, Any],
     features: dict[str, Float[Array, "B T Dt"]],
     positions: Int[Array, "B T"],

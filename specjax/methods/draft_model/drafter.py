@@ -45,7 +45,7 @@ _NOTHING = -1
 
 
 @struct.dataclass
-class State:
+class DraftModelState:
     """The cache of committed keys, and the window of the latest round with the tokens it was fed.
 
     `seen` has for each slot its path in the window: its ancestors and itself. Paths begin right
@@ -149,16 +149,16 @@ class DraftModel(OwnCacheDrafter, HeadDrafter):
             return share_anew(params, target_params)
         return params
 
-    def init(self, params: Any, batch: int, capacity: int) -> State:
+    def init(self, params: Any, batch: int, capacity: int) -> DraftModelState:
         """Return the state of rows without committed or fed tokens."""
         del params
         model, slots = self._limited_model, self._slots
         cache, window = model.make_cache(batch, capacity), model.make_window(batch, slots)
-        return State(cache, window, *_nothing_fed(batch, slots))
+        return DraftModelState(cache, window, *_nothing_fed(batch, slots))
 
     def propose(
-        self, params: Any, state: State, context: Context, noise: Noise
-    ) -> tuple[Draft, State]:
+        self, params: Any, state: DraftModelState, context: Context, noise: Noise
+    ) -> tuple[Draft, DraftModelState]:
         """Draft a chain or a tree with the model.
 
         The new state has the window of this round and the tokens that the model was fed.
@@ -207,9 +207,11 @@ class DraftModel(OwnCacheDrafter, HeadDrafter):
             draft_ids=params.get("draft_ids") if isinstance(params, dict) else None,
         )
         window, *fed = carry
-        return draft, State(state.cache, window, *constrain_rows(fed))
+        return draft, DraftModelState(state.cache, window, *constrain_rows(fed))
 
-    def observe(self, params: Any, state: State, context: Context, accepted: Accepted) -> State:
+    def observe(
+        self, params: Any, state: DraftModelState, context: Context, accepted: Accepted
+    ) -> DraftModelState:
         """Commit the tokens up to x_{n-3}, so that the cache holds their keys and values.
 
         The longest path in the window that equals the committed tokens moves into the cache; the
@@ -234,7 +236,7 @@ class DraftModel(OwnCacheDrafter, HeadDrafter):
             ),
             cache,
         )
-        return State(cache, state.window, *_nothing_fed(*state.fed.shape))
+        return DraftModelState(cache, state.window, *_nothing_fed(*state.fed.shape))
 
     def _read(
         self,

@@ -39,7 +39,7 @@ from specjax.trees import Draft
 
 
 @struct.dataclass
-class State:
+class PairState:
     """The state of each module: the cache of its committed keys, and its output at the last pair.
 
     Outputs are zero in rows without a pair.
@@ -125,17 +125,17 @@ class PairDrafter(OwnCacheDrafter, HeadDrafter):
         """Return `params` with the embedding and output head of `target_params`."""
         return share_anew(params, target_params)
 
-    def init(self, params: Any, batch: int, capacity: int) -> State:
+    def init(self, params: Any, batch: int, capacity: int) -> PairState:
         """Return the state of rows without pairs."""
         del params
         modules, width = self.head.config.num_modules, self.head.config.decoder.hidden_size
         caches = tuple(self.head.make_cache(batch, capacity) for _ in range(modules))
         outputs = jnp.zeros((batch, modules, width), self.head.dtype)
-        return State(caches, constrain_rows(outputs))
+        return PairState(caches, constrain_rows(outputs))
 
     def propose(
-        self, params: Any, state: State, context: Context, noise: Noise
-    ) -> tuple[Draft, State]:
+        self, params: Any, state: PairState, context: Context, noise: Noise
+    ) -> tuple[Draft, PairState]:
         """Draft a chain or a tree: one level per module, then further levels by the last module."""
         modules = [self.head.module(params, index) for index in range(self.head.config.num_modules)]
         steps = _DraftSteps(self, modules, state, context)
@@ -151,7 +151,9 @@ class PairDrafter(OwnCacheDrafter, HeadDrafter):
         )
         return draft, state
 
-    def observe(self, params: Any, state: State, context: Context, accepted: Accepted) -> State:
+    def observe(
+        self, params: Any, state: PairState, context: Context, accepted: Accepted
+    ) -> PairState:
         """Run each module over each row's `count` new pairs, and commit their keys.
 
         All modules read the same tokens; module k is k positions behind and reads the outputs of
@@ -191,7 +193,7 @@ class PairDrafter(OwnCacheDrafter, HeadDrafter):
             if not is_last:
                 before = jnp.concatenate([kept[:, None], output[:, :-1]], axis=1)
                 hidden = self.head.next_hidden(module, before)
-        return State(tuple(caches), constrain_rows(jnp.stack(outputs, axis=1)))
+        return PairState(tuple(caches), constrain_rows(jnp.stack(outputs, axis=1)))
 
     def extend_pairs(
         self,
@@ -283,7 +285,7 @@ class _DraftSteps:
 
     drafter: PairDrafter
     modules: Sequence[dict[str, Any]]
-    state: State
+    state: PairState
     context: Context
 
     @property

@@ -27,7 +27,7 @@ from specjax.trees import Draft
 
 
 @struct.dataclass
-class State:
+class MedusaState:
     """The feature that the heads read: the target's `final_norm` at each row's position n - 2.
 
     It is zero in a row of one token.
@@ -77,15 +77,15 @@ class MedusaDrafter(HeadDrafter):
         """Return `params` with the embedding and output head of `target_params`."""
         return share_anew(params, target_params)
 
-    def init(self, params: Any, batch: int, capacity: int) -> State:
+    def init(self, params: Any, batch: int, capacity: int) -> MedusaState:
         """Return the state of rows without a feature."""
         del params, capacity
         empty = jnp.zeros((batch, self.head.config.hidden_size), self.head.dtype)
-        return State(constrain_rows(empty))
+        return MedusaState(constrain_rows(empty))
 
     def propose(
-        self, params: Any, state: State, context: Context, noise: Noise
-    ) -> tuple[Draft, State]:
+        self, params: Any, state: MedusaState, context: Context, noise: Noise
+    ) -> tuple[Draft, MedusaState]:
         """Draft a chain of one token per head, or a tree of the heads' best tokens."""
         every = self._logits(params, state.feature)
 
@@ -103,13 +103,15 @@ class MedusaDrafter(HeadDrafter):
         )
         return draft, state
 
-    def observe(self, params: Any, state: State, context: Context, accepted: Accepted) -> State:
+    def observe(
+        self, params: Any, state: MedusaState, context: Context, accepted: Accepted
+    ) -> MedusaState:
         """Return the state with the target's feature before each row's last token."""
         del params, context
         features = accepted.features["final_norm"]
         last = jnp.maximum(accepted.count - 1, 0)[:, None, None]
         latest = jnp.take_along_axis(features, last, axis=1)[:, 0]
-        return State(jnp.where((accepted.count > 0)[:, None], latest, state.feature))
+        return MedusaState(jnp.where((accepted.count > 0)[:, None], latest, state.feature))
 
     def teacher_forced(
         self,

@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from specjax.methods.block import rows as block_rows
-from specjax.methods.block.head import Block
+from specjax.methods.block.head import BlockHead
 from train.data.batches import Batch
 from train.methods.packed_rows import at_rows, label_ahead
 
@@ -53,7 +53,7 @@ def choose_blocks(
 
 
 def run_blocks(
-    head: Block,
+    head: BlockHead,
     params: dict,
     batch: Batch,
     taps: dict[str, Float[Array, "B T Dt"]],

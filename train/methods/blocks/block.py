@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from specjax.errors import InputError
 from specjax.fields import Choice, Number, Whole
 from specjax.loading.model import Model
-from specjax.methods.block.head import Block, BlockConfig
+from specjax.methods.block.head import BlockConfig, BlockHead
 from specjax.methods.heads.calibration import calibration_error, fit_temperature
 from specjax.methods.heads.head import Head, TargetMetadata
 from specjax.methods.heads.shared_parameters import share
@@ -96,7 +96,7 @@ def block_method(
             f"block.mask_token_id={config.mask_token_id}: the target has the tokens "
             f"0..{config.decoder.vocab_size - 1}; name one of them"
         )
-    head = Block(config, jnp.dtype(jnp.float32), multiply)
+    head = BlockHead(config, jnp.dtype(jnp.float32), multiply)
     decoder = replace(target.architecture, multiply=multiply)
     ids = None if draft_ids is None else jnp.asarray(draft_ids)
 
@@ -195,7 +195,7 @@ class _Scored(NamedTuple):
 
 
 def block_loss(
-    head: Block,
+    head: BlockHead,
     params: dict[str, Any],
     target_params: dict[str, Any],
     draft_ids: Int[Array, "Vd"] | None,
@@ -237,7 +237,7 @@ def block_loss(
 
 
 def _score(
-    head: Block,
+    head: BlockHead,
     params: dict[str, Any],
     columns: Float[Array, "D Vd"],
     draft_ids: Int[Array, "Vd"] | None,
@@ -285,7 +285,7 @@ def _score(
 
 
 def _confidence(
-    head: Block, params: dict[str, Any], scored: _Scored
+    head: BlockHead, params: dict[str, Any], scored: _Scored
 ) -> tuple[Float[Array, "B N"], Float[Array, "B N"]]:
     """Return the logits of the estimated acceptance, and the true one.
 
@@ -297,7 +297,7 @@ def _confidence(
 
 
 def _select(
-    head: Block, params: dict[str, Any], columns: Float[Array, "D Vd"], scored: _Scored
+    head: BlockHead, params: dict[str, Any], columns: Float[Array, "D Vd"], scored: _Scored
 ) -> tuple[Float[Array, "B N"], dict[str, Bool[Array, "B N"]]]:
     """Return the selector's cross-entropy at counted drafts, and what holds for the data's tokens.
 
