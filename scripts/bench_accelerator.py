@@ -36,7 +36,7 @@ from accelerator.sizes import SIZES, Size
 from accelerator.synthetic import random_model
 from specjax.cli import command
 from specjax.errors import InputError
-from specjax.models.decoder import Form
+from specjax.models.form import Form
 from specjax.tuning import measure_costs
 
 _OUT = flags.DEFINE_string("out", "accelerator.jsonl", "File of the rows, appended as measured.")

@@ -30,7 +30,8 @@ from specjax.engine.requests import Prompt
 from specjax.errors import InputError
 from specjax.fields import Flag, InputFile, OutputFolder, PathOrName, Text, Whole, optional
 from specjax.files.atomic_writes import write_text
-from specjax.loading.load import DEFAULT_MODEL, load_model
+from specjax.loading.hub import DEFAULT_MODEL
+from specjax.loading.load import load_model
 from specjax.loading.texts.questions import read_questions
 from specjax.methods.acceptance_rates import (
     Acceptance,

@@ -167,15 +167,15 @@ def compare() -> None:
     from specjax.engine import generate, plan
     from specjax.engine import requests as engine_requests
     from specjax.engine.options import DecodeOptions
-    from specjax.loading import load
+    from specjax.loading import hub
     from specjax.loading.texts.questions import select
     from specjax.methods.find_head import included_heads
 
-    gguf = Path(_MODEL.value) if _MODEL.value else load.default_model_file()
+    gguf = Path(_MODEL.value) if _MODEL.value else hub.default_model_file()
     draft = Path(_DRAFT.value) if _DRAFT.value else None
     weights = _WEIGHTS.value or ("auto" if _MODEL.value else "float")
     model = specjax.load_model(
-        _MODEL.value or load.DEFAULT_MODEL, weights=weights, activations=_ACTIVATIONS.value
+        _MODEL.value or hub.DEFAULT_MODEL, weights=weights, activations=_ACTIVATIONS.value
     )
     questions = select(questions_of(_PROMPTS.value), per_task=_PER_TASK.value)
     chat = model.tokenizer is not None and model.tokenizer.chat_template is not None

@@ -32,7 +32,8 @@ from specjax.engine.programs import row_arguments, start
 from specjax.engine.programs import run as run_rounds
 from specjax.engine.requests import Request, SamplingParams, groups
 from specjax.fields import InputFile, Number, PathOrName, Text, Whole
-from specjax.loading.load import DEFAULT_MODEL, load_model
+from specjax.loading.hub import DEFAULT_MODEL
+from specjax.loading.load import load_model
 from specjax.loading.texts.questions import read_questions, select
 from specjax.playground.replay_round import verify_and_keep
 from specjax.sampling.multipath import takes_all

@@ -146,7 +146,8 @@ def compile_program(devices: list[Any]) -> Any:
     from specjax.methods.heads import shared_parameters
     from specjax.methods.ngram import Ngram
     from specjax.models.config import Experts
-    from specjax.models.decoder import Decoder, Form
+    from specjax.models.decoder import Decoder
+    from specjax.models.form import Form
 
     data, model, batch = _DATA.value, _MODEL.value, _BATCH.value
     mesh = sharding.make_mesh(data, model, devices[: data * model])

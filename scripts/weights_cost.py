@@ -31,7 +31,8 @@ from specjax.core.parameter_sizes import count_bytes
 from specjax.engine.requests import encode_prompt
 from specjax.errors import InputError
 from specjax.fields import Choice, InputFile, PathOrName, Whole, optional
-from specjax.loading.load import DEFAULT_MODEL, load_model
+from specjax.loading.hub import DEFAULT_MODEL
+from specjax.loading.load import load_model
 from specjax.loading.model import Model
 from specjax.loading.texts.documents import Documents
 from specjax.models.decoder import Decoder

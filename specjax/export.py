@@ -19,7 +19,8 @@ from specjax.errors import InputError
 from specjax.fields import Choice, Flag, PathOrName, optional
 from specjax.files import folders
 from specjax.files.path_checks import output_folder, user_path
-from specjax.loading.load import DEFAULT_MODEL, DTYPE, load_model
+from specjax.loading.hub import DEFAULT_MODEL
+from specjax.loading.load import DTYPE, load_model
 from specjax.loading.model import Model
 from specjax.loading.storage.checkpoint_directory import is_checkpoint
 from specjax.methods import published_layouts

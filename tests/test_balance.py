@@ -13,7 +13,7 @@ from toy_training import two_rows
 from specjax.distributed import sharding
 from specjax.loading.load import random_model
 from specjax.models.config import Attention, Experts
-from specjax.models.decoder import Form
+from specjax.models.form import Form
 from train.experts.balance import balanced, imbalance
 from train.methods.medusa import MedusaLoss
 from train.methods.medusa2 import JointLoss, medusa2_method

@@ -18,7 +18,7 @@ sys.path.append(str(SCRIPTS))
 from accelerator.sizes import SIZES, model_shape
 from accelerator.synthetic import random_cache, random_model
 from specjax import generate
-from specjax.models.decoder import Form
+from specjax.models.form import Form
 
 DEBUG = SIZES["debug"]
 

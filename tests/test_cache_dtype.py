@@ -19,7 +19,7 @@ from specjax.distributed.sharding import make_mesh
 from specjax.drafters import make_drafter
 from specjax.errors import InputError
 from specjax.loading.load import load_model, place_model, random_model
-from specjax.models.decoder import Form
+from specjax.models.form import Form
 
 FLOAT, INT8 = jnp.dtype("float32"), jnp.dtype("int8")
 CONFIG = tiny_config(num_layers=3, head_dim=16)

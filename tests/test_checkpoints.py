@@ -24,7 +24,7 @@ from specjax.loading.load import load_model, place_model, random_model, save_mod
 from specjax.loading.storage import orbax_checkpoint
 from specjax.loading.storage.orbax_saver import Numbered, Saver
 from specjax.models.config import DecoderConfig, RopeScaling
-from specjax.models.decoder import Form
+from specjax.models.form import Form
 
 CONFIG = tiny_config(
     vocab_size=64, hidden_size=32, num_layers=2, num_kv_heads=4, head_dim=8, intermediate_size=64

@@ -35,7 +35,7 @@ from specjax.methods.draft_model.drafter import DraftModel
 from specjax.methods.heads.shared_parameters import share_anew
 from specjax.methods.published_layouts import write_foreign
 from specjax.methods.saved_heads import save_head
-from specjax.models.decoder import Form
+from specjax.models.form import Form
 from train.methods.distill import DistillLoss, distill_method
 
 diagnosis = importlib.import_module("specjax.diagnosis.diagnose")

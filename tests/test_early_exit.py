@@ -27,7 +27,8 @@ from specjax.errors import InputError
 from specjax.loading.load import random_model
 from specjax.methods.early_exit import EarlyExit
 from specjax.methods.ngram import Ngram
-from specjax.models.decoder import Decoder, Form
+from specjax.models.decoder import Decoder
+from specjax.models.form import Form
 from specjax.testing import check_drafter
 from specjax.trees import DynamicTree, tree_of_choices
 

@@ -19,7 +19,7 @@ from specjax.loading.load import load_model, place_model, random_model, save_mod
 from specjax.loading.quantize import float_model, is_quantized, quantized_model
 from specjax.methods.heads.complete_parameters import complete_parameters
 from specjax.models.config import Attention, DecoderConfig, Experts
-from specjax.models.decoder import Form
+from specjax.models.form import Form
 from specjax.models.layers.experts import Routes, StackedExperts, mix, route
 from specjax.models.mtp import MtpModules
 

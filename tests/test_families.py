@@ -28,7 +28,7 @@ from specjax.loading.formats.huggingface_config import read_config
 from specjax.loading.load import load_model, place_model, random_model, save_model
 from specjax.methods.eagle.head import EagleConfig
 from specjax.models.config import DecoderConfig, SlidingWindow
-from specjax.models.decoder import Form
+from specjax.models.form import Form
 from specjax.models.mtp import MtpConfig
 from specjax.reporting import compare_outputs
 from train.run import setup

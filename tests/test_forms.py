@@ -23,7 +23,7 @@ from specjax.errors import InputError
 from specjax.loading.checkpoints import save_checkpoint
 from specjax.loading.load import load_model, place_model, random_model, save_model
 from specjax.models.config import Attention, Experts, SlidingWindow
-from specjax.models.decoder import Form
+from specjax.models.form import Form
 from specjax.models.kernels import tpu_attention
 from specjax.models.kernels.attention_kernel import attend_window_and_cache
 from specjax.models.layers.attention import (

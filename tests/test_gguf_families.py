@@ -32,7 +32,7 @@ from specjax.models.config import (
     RopeScaling,
     SlidingWindow,
 )
-from specjax.models.decoder import Form
+from specjax.models.form import Form
 
 BASE = DecoderConfig(
     vocab_size=len(GGUF_TOKENS),

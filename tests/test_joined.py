@@ -23,7 +23,7 @@ from specjax.loading.model import array_table
 from specjax.loading.storage import orbax_checkpoint
 from specjax.methods.saved_heads import read_head, save_head
 from specjax.models.config import Attention, Experts
-from specjax.models.decoder import Form
+from specjax.models.form import Form
 from specjax.models.joined_kernels import in_parts, parts, with_joined
 from specjax.models.layers.matmul import product
 from specjax.models.parameters import Parameter

@@ -31,7 +31,7 @@ from specjax.methods.early_exit import EarlyExit
 from specjax.methods.layer_choice import choose, exit_acceptance, leave_out
 from specjax.methods.layer_skip import LayerSkip
 from specjax.models.config import Experts, SlidingWindow
-from specjax.models.decoder import Form
+from specjax.models.form import Form
 from specjax.testing import check_drafter
 from specjax.trees import DynamicTree, tree_of_choices
 

@@ -30,7 +30,7 @@ from specjax.loading.load import load_model, place_model, random_model, save_mod
 from specjax.loading.quantize import float_model, quantized_model
 from specjax.methods.quantized import Quantized
 from specjax.models.cpu import library as cpu_library
-from specjax.models.decoder import Form
+from specjax.models.form import Form
 from specjax.models.layers import grouped_product
 from specjax.models.layers.quantized import quantize, round_activations
 from specjax.models.layers.tiled_kernel import tiled

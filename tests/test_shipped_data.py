@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from specjax.errors import InputError
-from specjax.loading.load import DEFAULT_MODEL
+from specjax.loading.hub import DEFAULT_MODEL
 from train.data import shipped
 from train.data.combined_datasets import DataFolders, open_sources
 

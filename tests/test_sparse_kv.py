@@ -31,7 +31,7 @@ from specjax.loading.load import place_model, random_model
 from specjax.loading.quantize import has_quantized
 from specjax.methods.sparse_kv import OBSERVED, Chosen, SparseKV
 from specjax.models.config import SlidingWindow
-from specjax.models.decoder import QUERIES
+from specjax.models.features import QUERIES
 from specjax.models.layers.attention import group_queries, most_attended
 from specjax.testing import check_drafter
 from specjax.trees import tree_of_choices

@@ -49,7 +49,7 @@ from specjax.methods.early_exit import EarlyExit
 from specjax.methods.ngram import Ngram
 from specjax.methods.suffix import Suffix
 from specjax.methods.token_recycling import TokenRecycling
-from specjax.models.decoder import Form
+from specjax.models.form import Form
 
 NEW = 48
 """Enough that features would be lost if nobody observed."""

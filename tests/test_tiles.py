@@ -21,7 +21,7 @@ from specjax.loading.formats.gguf_file import open_gguf
 from specjax.loading.load import load_model, random_model
 from specjax.loading.quantize import float_model, quantized_model
 from specjax.models.cpu import library, tiles
-from specjax.models.decoder import Form
+from specjax.models.form import Form
 from specjax.models.layers.quantized import round_activations
 from specjax.models.layers.tiled_kernel import Layout, empty_tiles
 

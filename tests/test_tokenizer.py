@@ -10,7 +10,8 @@ from model_files import GGUF_CONFIG, GGUF_TOKENS, gguf_metadata
 
 from specjax.errors import InputError
 from specjax.loading.formats.gguf_file import open_gguf
-from specjax.loading.load import default_model_file, load_model, random_model, save_model
+from specjax.loading.hub import default_model_file
+from specjax.loading.load import load_model, random_model, save_model
 from specjax.loading.tokenizers import chat_templates
 from specjax.loading.tokenizers.gguf_tokenizer import read_tokenizer
 from specjax.loading.tokenizers.tokenizer import StreamDecoder

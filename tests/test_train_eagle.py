@@ -21,7 +21,7 @@ from specjax.errors import InputError
 from specjax.loading.load import random_model
 from specjax.methods.eagle.head import Eagle
 from specjax.methods.heads.shared_parameters import share
-from specjax.models.decoder import check_features
+from specjax.models.features import check_features
 from specjax.models.layers.decoder_layer import embed
 from train import eagle as command
 from train.methods import eagle as losses
@@ -354,7 +354,7 @@ def test_taps_that_the_target_does_not_have(tap):
 
 
 def test_a_target_with_layers_apart_and_a_table_of_its_own(tiny):
-    from specjax.models.decoder import Form
+    from specjax.models.form import Form
 
     apart = random_model(tiny_config(), 0, dtype="float32", form=Form("apart"))
     config = eagle_config(apart)

@@ -11,7 +11,7 @@ from test_responses import example
 from specjax.distributed import folder_lock
 from specjax.files.folder_checksums import LOCK, MARKER
 from specjax.loading.load import random_model
-from specjax.models.decoder import Form
+from specjax.models.form import Form
 from train import features
 from train.data.combined_datasets import open_sources
 from train.data.examples import target_metadata

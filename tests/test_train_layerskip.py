@@ -13,7 +13,7 @@ from toy_training import two_rows, with_features
 from specjax.errors import InputError
 from specjax.loading.load import random_model
 from specjax.models.config import Experts
-from specjax.models.decoder import LAYER_INPUTS
+from specjax.models.features import LAYER_INPUTS
 from train.methods.layerskip import LayerSkipLoss, layerskip_loss, layerskip_method
 from train.methods.packed_rows import at_rows, visible
 from train.run.metrics import scalars, sums_of

@@ -13,7 +13,7 @@ from scipy.special import log_softmax
 
 from specjax.loading.load import random_model, save_model
 from specjax.loading.quantize import quantized_model
-from specjax.models.decoder import Form
+from specjax.models.form import Form
 
 
 @pytest.fixture(scope="module")

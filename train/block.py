@@ -21,7 +21,7 @@ from specjax.fields import Items, Text, Whole, optional
 from specjax.loading.model import Model
 from specjax.methods.block.head import BlockConfig, default_taps
 from specjax.models.config import Attention
-from specjax.models.decoder import check_features
+from specjax.models.features import check_features
 from train.data.vocabulary import Vocabulary
 from train.methods.blocks.block import START, BlockLoss, block_method
 from train.methods.losses import LabelLoss, with_label_loss

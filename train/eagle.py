@@ -19,7 +19,7 @@ from specjax.errors import InputError
 from specjax.fields import Items, Text, Whole, optional
 from specjax.loading.model import Model
 from specjax.methods.eagle.head import EagleConfig, default_taps
-from specjax.models.decoder import check_features
+from specjax.models.features import check_features
 from train.data.vocabulary import Vocabulary
 from train.methods.eagle import START, EagleLoss, eagle_method
 from train.methods.losses import LabelLoss, with_label_loss

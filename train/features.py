@@ -30,9 +30,12 @@ from specjax.errors import InputError
 from specjax.fields import InputFolder, PathOrName, Text, Whole, optional
 from specjax.files import folders
 from specjax.files.path_checks import output_folder
-from specjax.loading.load import DEFAULT_MODEL, load_model
+from specjax.loading.hub import DEFAULT_MODEL
+from specjax.loading.load import load_model
 from specjax.methods.eagle.head import default_taps
-from specjax.models.decoder import Decoder, Form, check_features
+from specjax.models.decoder import Decoder
+from specjax.models.features import check_features
+from specjax.models.form import Form
 from train.data.examples import METADATA, Example, target_metadata
 from train.data.responses import Responses, open_responses
 from train.data.write_responses import write_responses

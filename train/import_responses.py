@@ -18,7 +18,8 @@ from specjax.errors import InputError
 from specjax.fields import InputFile, OutputFolder, PathOrName, Whole, optional
 from specjax.files import folders
 from specjax.files.json_files import read_json_file
-from specjax.loading.load import DEFAULT_MODEL, load_model
+from specjax.loading.hub import DEFAULT_MODEL
+from specjax.loading.load import load_model
 from train.data.examples import METADATA, target_metadata
 from train.data.json_lines import read_rows
 from train.data.write_responses import write_responses

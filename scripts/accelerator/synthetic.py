@@ -13,7 +13,7 @@ from jax import lax
 from specjax.core.cache import KVCache
 from specjax.loading.model import Model
 from specjax.models.config import DecoderConfig
-from specjax.models.decoder import Form
+from specjax.models.form import Form
 from specjax.models.parameter_table import parameter_table
 from specjax.models.parameters import Parameter
 

@@ -21,7 +21,7 @@ from typing import Any
 import specjax
 from specjax.cli.built_in_prompts import BUILT_IN
 from specjax.engine.requests import encode_prompt
-from specjax.loading.load import DEFAULT_MODEL, default_model_file
+from specjax.loading.hub import DEFAULT_MODEL, default_model_file
 
 _NEEDED = ("torch", "transformers", "gguf")
 _LOOKUP = 8

@@ -9,7 +9,8 @@ from typing import Annotated
 from specjax.cli.mesh_config import ONE_DEVICE, ONE_PROCESS, DistributedConfig, MeshConfig
 from specjax.engine.options import DRAFT_LENGTH, FIXED
 from specjax.fields import InputFile, Items, Number, OutputFile, PathOrName, Text, Whole, optional
-from specjax.loading.load import DEFAULT_MODEL, DTYPE
+from specjax.loading.hub import DEFAULT_MODEL
+from specjax.loading.load import DTYPE
 from specjax.loading.model import CACHE_DTYPE
 from specjax.loading.quantize import ACTIVATIONS, WEIGHTS
 

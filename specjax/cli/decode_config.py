@@ -53,7 +53,8 @@ from specjax.fields import (
     read_values,
 )
 from specjax.files.path_checks import user_path
-from specjax.loading.load import DEFAULT_MODEL, DTYPE, load_draft_model, load_model
+from specjax.loading.hub import DEFAULT_MODEL
+from specjax.loading.load import DTYPE, load_draft_model, load_model
 from specjax.loading.model import CACHE_DTYPE, Model
 from specjax.loading.quantize import ACTIVATIONS, WEIGHTS
 from specjax.loading.texts.questions import Question, select

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from specjax.errors import InputError
 from specjax.files.path_checks import user_path
 from specjax.loading.formats.gguf_file import open_gguf
-from specjax.loading.load import DEFAULT_MODEL, default_model_file
+from specjax.loading.hub import DEFAULT_MODEL, default_model_file
 from specjax.loading.storage.checkpoint_directory import is_checkpoint
 from specjax.loading.storage.orbax_checkpoint import look
 from specjax.loading.tokenizers.huggingface_tokenizer import read_json

@@ -22,7 +22,7 @@ from specjax.errors import InputError
 from specjax.loading.model import MODEL_KIND, Model
 from specjax.methods.heads.calibration import calibration_error, fit_temperature
 from specjax.methods.heads.examined import Examined
-from specjax.models.decoder import check_features
+from specjax.models.features import check_features
 
 _LEAST_GAIN, _LEAST_ERRORS = 0.02, 4.0
 """The minimum gain of overlap that makes a finding, absolute and in standard errors."""

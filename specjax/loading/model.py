@@ -15,7 +15,8 @@ from specjax.core.parameter_sizes import count_weights, weights_in_words
 from specjax.fields import Choice, Instance, optional
 from specjax.loading.tokenizers.tokenizer import Tokenizer
 from specjax.models.config import DecoderConfig
-from specjax.models.decoder import DEFAULT_FORM, Decoder, Form
+from specjax.models.decoder import Decoder
+from specjax.models.form import DEFAULT_FORM, Form
 from specjax.models.mtp import MtpConfig, MtpModules
 from specjax.models.parameter_table import parameter_table
 

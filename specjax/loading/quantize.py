@@ -19,7 +19,7 @@ from specjax.files.log import share_logger
 from specjax.loading.layer_layout import stack_layers
 from specjax.loading.model import Model, array_table, split_arrays
 from specjax.models.cpu import library
-from specjax.models.decoder import Form
+from specjax.models.form import Form
 from specjax.models.layers.quantized import (
     GROUP,
     GroupedKernel,

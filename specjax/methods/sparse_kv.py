@@ -28,7 +28,8 @@ from specjax.loading.quantize import in_stacked_form, quantized_model
 from specjax.methods.heads.own_cache import SINKS
 from specjax.methods.method import Method
 from specjax.methods.self_drafter import SelfDrafter
-from specjax.models.decoder import QUERIES, Decoder
+from specjax.models.decoder import Decoder
+from specjax.models.features import QUERIES
 from specjax.models.layers.attention import CACHE_BLOCK, group_queries, most_attended
 
 OBSERVED = 32

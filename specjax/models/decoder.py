@@ -8,8 +8,7 @@ positions (Su et al. 2104.09864), RMS norms (Zhang and Sennrich 1910.07467) and 
 from __future__ import annotations
 
 import functools
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,11 +24,11 @@ from specjax.core.language_model import Extension
 from specjax.core.top_tokens import (
     top_tokens,
     top_tokens_of_states,
-    wanted_counts,
 )
 from specjax.distributed.sharding import constrain
-from specjax.errors import InputError
 from specjax.models.config import DecoderConfig, LayerRun
+from specjax.models.features import EXPERTS, LAYER_INPUTS, QUERIES, Features
+from specjax.models.form import DEFAULT_FORM, Form
 from specjax.models.layers import cpu_attention
 from specjax.models.layers.attention import (
     Partial,
@@ -51,89 +50,6 @@ from specjax.models.layers.layer_pass import LayerCarry, LayerPass
 from specjax.models.layers.local_and_global_layers import layer_views
 from specjax.models.parameter_table import parameter_table
 from specjax.models.parameters import ParameterTable, checked
-
-
-@dataclass(frozen=True)
-class Form:
-    """How a backend lays out layers and computes attention over the cache.
-
-    All forms give the same numbers up to rounding. `layers` is `stacked`, one array per parameter
-    of all layers and a loop over it; `apart`, separate arrays per layer and a loop whose products
-    select the layer's kernel, for models without experts; or `unrolled`, separate arrays and code
-    per layer. `cache_attention` is `rows`, a loop over each row's filled blocks of the cache (for
-    few tokens a C++ kernel); `blocks`, a loop over the blocks of the longest row, all rows at once;
-    `kernel`, a GPU kernel over the filled slots and
-    the window, which falls back to `blocks` for head widths that are no powers of two, with one for
-    the products of experts; or `tpu_kernel`, a TPU kernel over each row's filled blocks, which
-    falls back to `blocks` for a capacity that is no multiple of 64 tokens, caches in float16 and
-    more than eight million tokens of capacity, four in pages of 64. Raises InputError for other
-    values.
-    """
-
-    layers: str = "stacked"
-    cache_attention: str = "rows"
-
-    def __post_init__(self) -> None:
-        if self.layers not in ("stacked", "apart", "unrolled"):
-            raise InputError(f"layers={self.layers!r}: use stacked, apart or unrolled")
-        if self.cache_attention not in ("rows", "blocks", "kernel", "tpu_kernel"):
-            raise InputError(
-                f"cache_attention={self.cache_attention!r}: use rows, blocks, kernel or tpu_kernel"
-            )
-
-    def check(self, config: DecoderConfig) -> None:
-        """Raise InputError if this form does not support `config`."""
-        if self.layers == "apart" and config.experts is not None:
-            raise InputError("form: layers='apart' is not for experts; use stacked or unrolled")
-
-    @property
-    def stacked(self) -> bool:
-        """Whether the parameters of all layers are stacked; see `parameter_table`."""
-        return self.layers == "stacked"
-
-    @classmethod
-    def of(cls, platform: str, config: DecoderConfig, num_devices: int = 1) -> Form:
-        """Return the form that is fastest on a platform: "cpu", "tpu", or the name of a GPU.
-
-        `num_devices` is the number of devices over which the model is sharded. On a CPU, attention
-        over several rows at once brings no gain. XLA copies each layer's slice of stacked weights
-        before a product with several tokens, which costs most on a CPU when other work fills the
-        shared cache: layers are separate if one of the MLP's kernels exceeds 1 MiB in float32,
-        which does not fit in a core's own cache. On GPUs XLA also copies slices of the key/value
-        cache, and the host waits for each iteration of a loop
-        (`scripts/inspect_compiled_round.py`).
-        """
-        if platform not in ("cpu", "tpu"):
-            return cls("unrolled", "kernel")
-        if platform == "tpu":
-            return cls("stacked", "tpu_kernel")
-        apart = num_devices == 1 and config.experts is None and _is_large(config)
-        return cls("apart" if apart else "stacked", "rows")
-
-    @classmethod
-    def for_training(cls, platform: str) -> Form:
-        """Return the form for training, where separate branches per layer would copy gradients."""
-        if platform not in ("cpu", "tpu"):
-            return cls("unrolled", "kernel")
-        return cls("stacked", "rows" if platform == "cpu" else "tpu_kernel")
-
-
-_LARGE_KERNEL_BYTES = 1 << 20
-
-
-def _is_large(config: DecoderConfig) -> bool:
-    """Return whether one of the MLP's kernels, in float32, exceeds the cache of a CPU core."""
-    return 4 * config.hidden_size * config.intermediate_size > _LARGE_KERNEL_BYTES
-
-
-DEFAULT_FORM = Form()
-EXPERTS = "experts"
-"""The name of the feature with each token's experts, for models that have experts."""
-QUERIES = "queries"
-"""The name of the feature with each token's queries in all layers, [L, H, C] flattened."""
-LAYER_INPUTS = "layer_inputs"
-"""The name of the feature with the inputs of all layers, for passes without a window (training)."""
-
 
 IMPOSSIBLE = -1e30
 """The logit of a token that is never produced: finite, so that 0 times it is 0 in a loss."""
@@ -255,7 +171,7 @@ class Decoder:
         Raises InputError for parameters that are missing or have the wrong shape, and for features
         of layers before `first_layer`.
         """
-        requested = _Features(features, self.config, first_layer)
+        requested = Features(features, self.config, first_layer)
         params = checked(parameter_table(self.config, self.form.stacked), params)
         if window is not None and window.positions is not None:
             window_positions = lax.dynamic_update_slice(window.positions, positions, (0, start))
@@ -367,7 +283,7 @@ class Decoder:
         return np.setdiff1d(np.arange(first, last), self.skipped).astype(np.int32)
 
     def _outputs(
-        self, params: dict[str, Any], carry: LayerCarry, requested: _Features, *, logits: bool
+        self, params: dict[str, Any], carry: LayerCarry, requested: Features, *, logits: bool
     ) -> Extension:
         """Return the features and, if requested, the logits, from the last layer's carry."""
         available = {**carry.layer_inputs, "pre_norm": carry.x}
@@ -468,60 +384,3 @@ def _cache_attention(
         if tpu_attention.takes(cache):
             return functools.partial(tpu_attention.attend_committed, split=split, **limits)
     return functools.partial(attend_cache, blocks=cached_blocks(cache), **limits)
-
-
-def check_features(names: Iterable[str], num_layers: int, where: str = "") -> None:
-    """Raise InputError for a name that is not a feature of a model with `num_layers` layers.
-
-    `where`, such as "block.taps: ", begins the message.
-    """
-    for name in names:
-        match = re.fullmatch(r"layer_input:(\d+)", name)
-        if name not in ("final_norm", "pre_norm") and not (match and int(match[1]) < num_layers):
-            raise InputError(
-                f"{where}feature {name!r} is unknown: use final_norm, pre_norm or layer_input:i "
-                f"with i < {num_layers}"
-            )
-
-
-class _Features:
-    """The features requested of a pass from layer `first` on.
-
-    Raises InputError for an unknown name, or one of an earlier layer.
-    """
-
-    def __init__(self, names: tuple[str, ...], config: DecoderConfig, first: int = 0) -> None:
-        self.names = tuple(name for name in names if name != LAYER_INPUTS)
-        self._config = config
-        self.counts = wanted_counts(names, config.vocab_size)
-        """The number of most likely tokens to return, by feature name."""
-        others = (*self.counts, EXPERTS, QUERIES)
-        of_layers = [name for name in self.names if name not in others]
-        check_features(of_layers, config.num_layers)
-        self.tapped_layers = {
-            name: int(name.partition(":")[2]) for name in names if name.startswith("layer_input:")
-        }
-        """The layer whose input is the feature, by feature name."""
-        earlier = [name for name, layer in self.tapped_layers.items() if layer < first]
-        earlier += [name for name in (EXPERTS, QUERIES) if first and name in names]
-        if earlier:
-            raise InputError(
-                f"feature {earlier[0]!r}: the pass begins at layer {first}; run all layers for it"
-            )
-
-    def no_experts(self, tokens_shape: tuple[int, int]) -> Int[Array, "M B T K"] | None:
-        """Return a zero array for the experts of tokens [B, T] in each of the M sparse layers."""
-        if EXPERTS not in self.names:
-            return None
-        experts = self._config.experts.per_token
-        return jnp.zeros((self._config.num_sparse, *tokens_shape, experts), jnp.int32)
-
-    def no_queries(
-        self, tokens_shape: tuple[int, int], dtype: jnp.dtype
-    ) -> Float[Array, "B T L H C"] | None:
-        """Return zeros for the queries of tokens [B, T], if they are requested."""
-        if QUERIES not in self.names:
-            return None
-        config = self._config
-        shape = (config.num_layers, config.num_heads, config.head_dim)
-        return jnp.zeros((*tokens_shape, *shape), dtype)

@@ -17,7 +17,8 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from specjax.core.cache import KVCache, Window
 from specjax.models.config import DecoderConfig, SlidingWindow
-from specjax.models.decoder import DEFAULT_FORM, Decoder, Form, attention
+from specjax.models.decoder import Decoder, attention
+from specjax.models.form import DEFAULT_FORM, Form
 from specjax.models.layers.attention import Partial
 from specjax.models.layers.decoder_layer import DecoderLayer, rotate_by, with_experts
 from specjax.models.layers.layer_pass import write_window

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax.models.config import Experts
-from specjax.models.decoder import EXPERTS, Decoder
+from specjax.models.decoder import Decoder
+from specjax.models.features import EXPERTS
 from train.data.batches import Batch
 
 Loads = dict[str, Float[Array, "... E"]]

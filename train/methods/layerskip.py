@@ -18,7 +18,8 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from specjax.errors import InputError
 from specjax.fields import Items, Number, Whole, optional
 from specjax.loading.model import Model
-from specjax.models.decoder import LAYER_INPUTS, Decoder
+from specjax.models.decoder import Decoder
+from specjax.models.features import LAYER_INPUTS
 from train.data.batches import Batch
 from train.methods.blockwise_loss import Scores, Scoring, Teacher, score_drafts
 from train.methods.losses import LossName, Parts, cross_entropy, parts_for

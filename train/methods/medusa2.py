@@ -19,7 +19,8 @@ from specjax.fields import Number, Whole
 from specjax.loading.model import Model
 from specjax.methods.heads.head import Head, TargetMetadata
 from specjax.methods.medusa.head import Medusa, MedusaConfig
-from specjax.models.decoder import EXPERTS, Decoder
+from specjax.models.decoder import Decoder
+from specjax.models.features import EXPERTS
 from train.data.batches import Batch
 from train.experts.loads import below, feature_of, of_target
 from train.methods.blockwise_loss import Teacher

@@ -15,7 +15,8 @@ from jaxtyping import Array, Float, Int
 
 from specjax.fields import Number, Whole, optional
 from specjax.methods.heads.shared_parameters import share
-from specjax.models.decoder import EXPERTS, Decoder
+from specjax.models.decoder import Decoder
+from specjax.models.features import EXPERTS
 from specjax.models.mtp import Mtp
 from train.data.batches import Batch
 from train.experts.loads import Loads, below, feature_of, of_modules, of_target

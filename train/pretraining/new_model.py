@@ -18,7 +18,8 @@ from specjax.loading.formats import build_parameters
 from specjax.loading.model import Model
 from specjax.loading.tokenizers.tokenizer import Tokenizer
 from specjax.models.config import Attention, DecoderConfig, Experts
-from specjax.models.decoder import Decoder, Form
+from specjax.models.decoder import Decoder
+from specjax.models.form import Form
 
 NAME = "new"
 """The name of a model that has none yet."""

@@ -27,7 +27,7 @@ from specjax.fields import (
     optional,
     read_values,
 )
-from specjax.loading.load import DEFAULT_MODEL
+from specjax.loading.hub import DEFAULT_MODEL
 from train.data import shipped
 from train.data.combined_datasets import DataFolders
 from train.pretraining.new_model import ModelSizes

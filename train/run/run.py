@@ -22,7 +22,7 @@ from specjax.distributed import folder_lock, processes
 from specjax.files import folders
 from specjax.files.path_checks import output_folder
 from specjax.loading.checkpoints import save_checkpoint
-from specjax.loading.load import DEFAULT_MODEL
+from specjax.loading.hub import DEFAULT_MODEL
 from specjax.methods.saved_heads import save_head
 from specjax.reporting import decode_report
 from train.data import shipped

@@ -20,7 +20,8 @@ from specjax.distributed import processes
 from specjax.errors import InputError, Problems
 from specjax.loading.load import load_model
 from specjax.loading.model import Model
-from specjax.models.decoder import Decoder, Form
+from specjax.models.decoder import Decoder
+from specjax.models.form import Form
 from train.data.combined_datasets import Sources, open_sources, split_names
 from train.data.examples import check_target, target_metadata
 from train.data.packing import Packing, Shape

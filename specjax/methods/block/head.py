@@ -29,7 +29,8 @@ from specjax.core.top_tokens import likeliest
 from specjax.errors import InputError
 from specjax.fields import Whole, check_instance
 from specjax.models.config import DecoderConfig, SlidingWindow
-from specjax.models.decoder import DEFAULT_FORM, Decoder, Form, attention
+from specjax.models.decoder import Decoder, attention
+from specjax.models.form import DEFAULT_FORM, Form
 from specjax.models.head_config import HeadConfig
 from specjax.models.layers.attention import Partial
 from specjax.models.layers.decoder_layer import DecoderLayer, embed, rotate_by

@@ -37,7 +37,8 @@ from specjax.methods.heads.head_drafter import HeadDrafter
 from specjax.methods.heads.own_cache import OwnCacheDrafter
 from specjax.methods.heads.shared_parameters import share_anew
 from specjax.models.config import SlidingWindow
-from specjax.models.decoder import Decoder, Form
+from specjax.models.decoder import Decoder
+from specjax.models.form import Form
 from specjax.trees import Draft
 
 _NOTHING = -1

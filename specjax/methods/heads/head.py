@@ -13,7 +13,7 @@ from specjax.core.draft_vocabulary import check_draft_ids
 from specjax.errors import InputError
 from specjax.loading.compare_arrays import differences, in_words, leaf_name
 from specjax.loading.model import Model
-from specjax.models.decoder import check_features
+from specjax.models.features import check_features
 from specjax.models.head_config import HeadConfig
 
 
