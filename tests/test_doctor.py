@@ -32,6 +32,7 @@ from specjax.engine.requests import SamplingParams
 from specjax.loading.checkpoints import save_checkpoint
 from specjax.loading.load import random_model, save_model
 from specjax.methods.draft_model.drafter import DraftModel
+from specjax.methods.heads.examined import TrueText
 from specjax.methods.heads.shared_parameters import share_anew
 from specjax.methods.published_layouts import write_foreign
 from specjax.methods.saved_heads import save_head
@@ -81,13 +82,9 @@ def trained(kind):
 
     def loss_of_row(own, tokens, first, logp, features):
         steps = jnp.arange(labels)
-        logits = loaded.drafter.teacher_forced(
-            {**own, **fixed},
-            tokens,
-            {name: value[None] for name, value in features.items()},
-            UNLIMITED,
-            first + steps,
-        )
+        features = {name: value[None] for name, value in features.items()}
+        text = TrueText(tokens, features, UNLIMITED, first + steps)
+        logits = loaded.drafter.teacher_forced({**own, **fixed}, text)
         total = 0.0
         for step, one in enumerate(logits):
             wanted = jnp.exp(logp)[jnp.minimum(steps + step, labels - 1)][:, ids]

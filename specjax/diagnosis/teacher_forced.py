@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from specjax.core.drafter import Drafter
 from specjax.diagnosis.answers import Answers, warp_arguments
 from specjax.engine.requests import SamplingParams
-from specjax.methods.heads.examined import Examined
+from specjax.methods.heads.examined import Examined, TrueText
 from specjax.sampling import WarpFlags, warp
 
 UNLIMITED = np.int32(1 << 30)
@@ -108,7 +108,8 @@ def _score(
         drafts = jnp.arange(logp.shape[0])
         labels = jnp.clip(first + drafts, 2, tokens.shape[0] - 1)
         features = {name: value[None] for name, value in features.items()}
-        logits = drafter.teacher_forced(params, tokens, features, reading.window, labels)
+        text = TrueText(tokens, features, reading.window, labels)
+        logits = drafter.teacher_forced(params, text)
         overlaps, agreements, likeliest = [], [], []
         for step in range(drafter.num_speculative_tokens):
             target = jnp.minimum(drafts + step, logp.shape[0] - 1)
@@ -138,6 +139,7 @@ def _confidence(reading: Reading, answers: Answers) -> Float[Array, "B A K"]:
         drafts = jnp.arange(answers.logp.shape[1])
         labels = jnp.clip(first + drafts, 2, tokens.shape[0] - 1)
         features = {name: value[None] for name, value in features.items()}
-        return drafter.teacher_forced_confidence(params, tokens, features, reading.window, labels)
+        text = TrueText(tokens, features, reading.window, labels)
+        return drafter.teacher_forced_confidence(params, text)
 
     return lax.map(one, (answers.tokens, answers.first, reading.features))

@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -26,16 +25,12 @@ from specjax.core.cache import KVCache, commit
 from specjax.core.drafter import Accepted, Context, LoadedDrafter, Noise
 from specjax.core.growth.level import Level
 from specjax.core.growth.tree_options import MOST_TOPK, TREE, USUAL_NODES, TreeOptions
-from specjax.loading.formats.build_parameters import can_split
 from specjax.loading.model import Model
 from specjax.methods.block.head import BlockHead
 from specjax.methods.block.rows import run_blocks
-from specjax.methods.heads.examined import BLOCK, Variation
+from specjax.methods.heads.examined import BLOCK, TrueText, Variation
 from specjax.methods.heads.head import Head
-from specjax.methods.heads.head_drafter import HeadDrafter
-from specjax.methods.heads.own_cache import OwnCacheDrafter
-from specjax.methods.heads.shared_parameters import share_anew
-from specjax.models.config import DecoderConfig
+from specjax.methods.heads.head_drafter import LayersDrafter
 from specjax.trees import Draft
 
 
@@ -47,13 +42,12 @@ class BlockState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockDrafter(OwnCacheDrafter, HeadDrafter):
+class BlockDrafter(LayersDrafter):
     """A drafter with a head that predicts a block of tokens in one pass.
 
-    Its parameters have "shared" and, for a draft vocabulary, "draft_ids". Options are those of
-    `OwnCacheDrafter`; by default it drafts the whole block, and a shorter draft runs fewer slots.
-    In chains of a head with a confidence head, `draft_p_min` and the limit of confidence apply to
-    its estimate instead of the probability of the likeliest token. The default `topk` of a dynamic
+    Options are those of `OwnCacheDrafter`; by default it drafts the whole block, and a shorter
+    draft runs fewer slots. In chains of a head with a confidence head, `draft_p_min` and the limit
+    of confidence apply to its estimate instead of the likeliest token's probability. The default `topk` of a dynamic
     tree is 8 or, over marginals, which give every level at once, `num_nodes`: that is the best tree
     of all (DDTree, 2604.12989). Raises InputError for invalid options, and for chains and trees
     that are longer than a block.
@@ -71,23 +65,13 @@ class BlockDrafter(OwnCacheDrafter, HeadDrafter):
             nodes = min(tree.num_nodes or USUAL_NODES, MOST_TOPK)
             object.__setattr__(self, "tree", replace(tree, topk=nodes))
         super().__post_init__()
-        head = replace(self.head, sliding_window=self.attention_window)
-        object.__setattr__(self, "head", head)
 
     @classmethod
     def of_head(cls, head: Head, params: Any, target: Model, **options: Any) -> LoadedDrafter:
         """Return a drafter for a trained head; `params` come from `complete_parameters`."""
         if options.get("tree") is None:
             options = {"num_speculative_tokens": head.config.longest_draft, **options}
-        functions = BlockHead(
-            head.config,
-            target.activation_dtype,
-            target.multiply,
-            shards=target.shards if can_split(head.config.decoder, target.shards) else 1,
-            form=target.form,
-            cache_dtype=target.cache_dtype,
-        )
-        return LoadedDrafter(cls(functions, **options), params)
+        return LoadedDrafter(cls(cls.functions_of(BlockHead, head, target), **options), params)
 
     @property
     def name(self) -> str:
@@ -98,21 +82,6 @@ class BlockDrafter(OwnCacheDrafter, HeadDrafter):
     def longest_path(self) -> int:
         """The number of tokens that a block drafts."""
         return self.head.config.longest_draft
-
-    @property
-    def own_positions(self) -> int:
-        """The number of positions of the head's layers."""
-        return self.head.config.decoder.max_positions
-
-    @property
-    def features(self) -> tuple[str, ...]:
-        """The names of the target's features that the head reads, joined."""
-        return self.head.config.features
-
-    @property
-    def layers_config(self) -> DecoderConfig:
-        """The config of the head's layers."""
-        return self.head.config.decoder
 
     @property
     def fuses_taps(self) -> bool:
@@ -133,10 +102,6 @@ class BlockDrafter(OwnCacheDrafter, HeadDrafter):
     def following_tokens(self) -> int:
         """Zero: an entry of the cache depends on the feature at its position."""
         return 0
-
-    def for_target(self, params: Any, target_params: Any) -> Any:
-        """Return `params` with the embedding and the output head of `target_params`."""
-        return share_anew(params, target_params)
 
     def init(self, params: Any, batch: int, capacity: int) -> BlockState:
         """Return the state of rows without features."""
@@ -204,49 +169,31 @@ class BlockDrafter(OwnCacheDrafter, HeadDrafter):
         slots = jnp.broadcast_to(step, positions.shape)
         return BlockState(commit(state.cache, window, slots, accepted.count))
 
-    def teacher_forced(
-        self,
-        params: Any,
-        tokens: Int[Array, "T"],
-        features: dict[str, Float[Array, "1 T D"]],
-        window: Int[Array, ""] | np.integer,
-        labels: Int[Array, "A"],
-    ) -> list[Float[Array, "A Vd"]]:
-        """Return the logits of the drafts that begin at `labels`, each given the true token before.
+    def teacher_forced(self, params: Any, text: TrueText) -> list[Float[Array, "A Vd"]]:
+        """Return the logits of each draft token, given the true token before.
 
         A block reads the features of the latest `window` positions before its root.
         """
         logits = []
-        for state, before in self._forced_states(params, tokens, features, window, labels):
+        for state, before in self._forced_states(params, text):
             unary = self.head.logits(params, state)
             candidates = self.head.candidates(unary)
             logits.append(self.head.logits_after(params, unary, candidates, state, before)[0])
         return logits
 
-    def teacher_forced_confidence(
-        self,
-        params: Any,
-        tokens: Int[Array, "T"],
-        features: dict[str, Float[Array, "1 T D"]],
-        window: Int[Array, ""] | np.integer,
-        labels: Int[Array, "A"],
-    ) -> Float[Array, "A K"]:
+    def teacher_forced_confidence(self, params: Any, text: TrueText) -> Float[Array, "A K"]:
         """Return the logits of estimated acceptance, of each draft token after the true one."""
         logits = [
             self.head.confidence_logit(params, state, self.head.embed_previous(params, before))[0]
-            for state, before in self._forced_states(params, tokens, features, window, labels)
+            for state, before in self._forced_states(params, text)
         ]
         return jnp.stack(logits, axis=-1)
 
     def _forced_states(
-        self,
-        params: Any,
-        tokens: Int[Array, "T"],
-        features: dict[str, Float[Array, "1 T D"]],
-        window: Int[Array, ""] | np.integer,
-        labels: Int[Array, "A"],
+        self, params: Any, text: TrueText
     ) -> list[tuple[Float[Array, "1 A D"], Int[Array, "1 A"]]]:
         """Return the state of each draft token of blocks before `labels`, and the token before."""
+        tokens, features, window, labels = text
         positions, roots = jnp.arange(tokens.shape[0]), labels - 1
         ago = roots[:, None] - positions[None, :]
         drafts = self.num_speculative_tokens

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
@@ -31,7 +30,7 @@ from specjax.loading.model import Model
 from specjax.loading.quantize import float_model, in_stacked_form, quantized_model
 from specjax.methods.draft_model.head import KIND, ReducedDecoder
 from specjax.methods.draft_model.tokenizers import check_tokenizers
-from specjax.methods.heads.examined import WINDOW, Variation, within
+from specjax.methods.heads.examined import WINDOW, TrueText, Variation, within
 from specjax.methods.heads.head import Head
 from specjax.methods.heads.head_drafter import HeadDrafter
 from specjax.methods.heads.own_cache import OwnCacheDrafter
@@ -143,6 +142,11 @@ class DraftModel(OwnCacheDrafter, HeadDrafter):
     def following_tokens(self) -> int:
         """Zero: an entry of the cache depends on its token and those before."""
         return 0
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """None: the model reads tokens."""
+        return ()
 
     def for_target(self, params: Any, target_params: Any) -> Any:
         """Return `params` with the arrays that a distilled model shares from `target_params`."""
@@ -265,19 +269,12 @@ class DraftModel(OwnCacheDrafter, HeadDrafter):
         count = jnp.clip(wanted_length - cache.length, 0, chunk)
         return commit(cache, result.window, jnp.broadcast_to(step, (batch, chunk)), count)
 
-    def teacher_forced(
-        self,
-        params: Any,
-        tokens: Int[Array, "T"],
-        features: dict[str, Float[Array, "1 T D"]],
-        window: Int[Array, ""] | np.integer,
-        labels: Int[Array, "A"],
-    ) -> list[Float[Array, "A Vd"]]:
+    def teacher_forced(self, params: Any, text: TrueText) -> list[Float[Array, "A Vd"]]:
         """Return the logits of drafts after true tokens, of which the drafts' begin at `labels`.
 
         They depend on the prefix only, so those of one label are a later token's of an earlier one.
         """
-        del features
+        tokens, _, window, labels = text
         width = tokens.shape[0]
         result = self.model.extend(
             params,

@@ -30,6 +30,19 @@ class Variation(NamedTuple):
     drafter: Examined
 
 
+class TrueText(NamedTuple):
+    """The true tokens of one row, for drafts that begin at `labels`, positions of at least 2.
+
+    `features` are the target's at the same positions. Drafters attend to the latest `window`
+    tokens, whatever their own options say.
+    """
+
+    tokens: Int[Array, "T"]
+    features: dict[str, Float[Array, "1 T D"]]
+    window: Int[Array, ""] | np.integer
+    labels: Int[Array, "A"]
+
+
 class Examined:
     """The part of a drafter's class that is for its examination with true tokens.
 
@@ -43,19 +56,8 @@ class Examined:
     applies_window: ClassVar[bool] = True
     """Whether `teacher_forced` applies the option `sliding_window`."""
 
-    def teacher_forced(
-        self,
-        params: Any,
-        tokens: Int[Array, "T"],
-        features: dict[str, Float[Array, "1 T D"]],
-        window: Int[Array, ""] | np.integer,
-        labels: Int[Array, "A"],
-    ) -> list[Float[Array, "A Vd"]]:
-        """Return the logits of each draft token, for the drafts of one row that begin at `labels`.
-
-        `labels` are positions, at least 2, and all tokens before a draft token are the true ones.
-        The drafter attends to the latest `window` tokens. Traced.
-        """
+    def teacher_forced(self, params: Any, text: TrueText) -> list[Float[Array, "A Vd"]]:
+        """Return the logits of each draft token, given the true tokens before it. Traced."""
         raise NotImplementedError
 
     @property
@@ -63,15 +65,8 @@ class Examined:
         """Whether the drafter estimates the probability that a draft token is accepted."""
         return False
 
-    def teacher_forced_confidence(
-        self,
-        params: Any,
-        tokens: Int[Array, "T"],
-        features: dict[str, Float[Array, "1 T D"]],
-        window: Int[Array, ""] | np.integer,
-        labels: Int[Array, "A"],
-    ) -> Float[Array, "A K"]:
-        """Return the logits of these estimates; the arguments are those of `teacher_forced`."""
+    def teacher_forced_confidence(self, params: Any, text: TrueText) -> Float[Array, "A K"]:
+        """Return the logits of these estimates."""
         raise NotImplementedError
 
     def own_params(self, params: Mapping[str, Any]) -> dict[str, Any]:

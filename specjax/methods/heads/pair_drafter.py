@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -26,14 +26,10 @@ from specjax.core.causal_mask import causal
 from specjax.core.drafter import Accepted, Context, LoadedDrafter, Noise
 from specjax.core.growth.level import Level
 from specjax.distributed.sharding import constrain_rows
-from specjax.loading.formats.build_parameters import can_split
 from specjax.loading.model import Model
-from specjax.methods.heads.examined import within
+from specjax.methods.heads.examined import TrueText, within
 from specjax.methods.heads.head import Head
-from specjax.methods.heads.head_drafter import HeadDrafter
-from specjax.methods.heads.own_cache import OwnCacheDrafter
-from specjax.methods.heads.shared_parameters import share_anew
-from specjax.models.config import DecoderConfig
+from specjax.methods.heads.head_drafter import LayersDrafter
 from specjax.models.pair_head import PairHead
 from specjax.trees import Draft
 
@@ -64,66 +60,31 @@ class Carry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairDrafter(OwnCacheDrafter, HeadDrafter):
+class PairDrafter(LayersDrafter):
     """A drafter with a head that reads pairs of a token and a hidden state.
 
-    Its parameters have "shared" and, for a draft vocabulary, "draft_ids". Options are those of
-    `OwnCacheDrafter`. A row of one token has no pair and drafts nothing in its first round. Raises
-    InputError for invalid options.
+    Options are those of `OwnCacheDrafter`. A row of one token has no pair and drafts nothing in its
+    first round. Raises InputError for invalid options.
     """
 
     head: PairHead = field(kw_only=False)
     head_class: ClassVar[type[PairHead]]
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        head = replace(self.head, sliding_window=self.attention_window)
-        object.__setattr__(self, "head", head)
-
     @classmethod
     def of_head(cls, head: Head, params: Any, target: Model, **options: Any) -> LoadedDrafter:
         """Return a drafter for a trained head; `params` come from `complete_parameters`.
 
-        Its caches are sharded like the target's if its number of heads allows, and are read in the
-        form that the target uses. Without a `sliding_window` among the options, it is as long as
+        Without a `sliding_window` among the options, it is as long as
         the rows that the head was trained on, if that is known, and no longer than the positions of
         a head that has fewer than the target; with None there is no window.
         """
         options = {"sliding_window": _usual_window(head, target), **options}
-        shards = target.shards if can_split(head.config.decoder, target.shards) else 1
-        functions = cls.head_class(
-            head.config,
-            target.activation_dtype,
-            target.multiply,
-            shards=shards,
-            form=target.form,
-            cache_dtype=target.cache_dtype,
-        )
-        return LoadedDrafter(cls(functions, **options), params)
-
-    @property
-    def own_positions(self) -> int:
-        """The number of positions of the head's layers."""
-        return self.head.config.decoder.max_positions
-
-    @property
-    def features(self) -> tuple[str, ...]:
-        """The names of the target's features that the first module reads."""
-        return self.head.config.features
-
-    @property
-    def layers_config(self) -> DecoderConfig:
-        """The config of each module's layer."""
-        return self.head.config.decoder
+        return LoadedDrafter(cls(cls.functions_of(cls.head_class, head, target), **options), params)
 
     @property
     def following_tokens(self) -> int | None:
         """One, the token of a pair; later modules also read outputs that are not in a cache."""
         return 1 if self.head.config.num_modules == 1 else None
-
-    def for_target(self, params: Any, target_params: Any) -> Any:
-        """Return `params` with the embedding and output head of `target_params`."""
-        return share_anew(params, target_params)
 
     def init(self, params: Any, batch: int, capacity: int) -> PairState:
         """Return the state of rows without pairs."""
@@ -222,19 +183,13 @@ class PairDrafter(OwnCacheDrafter, HeadDrafter):
             module, tokens, hidden, positions, cache, window, start, visible, only
         )
 
-    def teacher_forced(
-        self,
-        params: Any,
-        tokens: Int[Array, "T"],
-        features: dict[str, Float[Array, "1 T D"]],
-        window: Int[Array, ""] | np.integer,
-        labels: Int[Array, "A"],
-    ) -> list[Float[Array, "A Vd"]]:
+    def teacher_forced(self, params: Any, text: TrueText) -> list[Float[Array, "A Vd"]]:
         """Return the logits of drafts after true tokens, each draft step at all positions at once.
 
         Each module reads the true pairs up to a position. After the last module, the head reads its
         own output, which attends to those pairs and, at its own position, to the steps before it.
         """
+        tokens, features, window, labels = text
         head, width = self.head, tokens.shape[0]
         last, length = head.config.num_modules - 1, self.num_speculative_tokens
         slots = width * max(length - last, 1)

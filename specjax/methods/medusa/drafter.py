@@ -10,18 +10,17 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from specjax.core.drafter import Accepted, Context, LoadedDrafter, Noise
 from specjax.core.growth.level import Level
 from specjax.distributed.sharding import constrain_rows
 from specjax.loading.model import Model
+from specjax.methods.heads.examined import TrueText
 from specjax.methods.heads.head import Head
 from specjax.methods.heads.head_drafter import HeadDrafter
-from specjax.methods.heads.shared_parameters import share_anew
 from specjax.methods.medusa.head import KIND, Medusa
 from specjax.trees import Draft
 
@@ -64,18 +63,9 @@ class MedusaDrafter(HeadDrafter):
         return self.head.config.num_heads
 
     @property
-    def features(self) -> tuple[str, ...]:
-        """The name of the target's feature that the heads read."""
-        return self.head.config.features
-
-    @property
     def following_tokens(self) -> int:
         """Zero: the state is the feature of one position."""
         return 0
-
-    def for_target(self, params: Any, target_params: Any) -> Any:
-        """Return `params` with the embedding and output head of `target_params`."""
-        return share_anew(params, target_params)
 
     def init(self, params: Any, batch: int, capacity: int) -> MedusaState:
         """Return the state of rows without a feature."""
@@ -113,18 +103,10 @@ class MedusaDrafter(HeadDrafter):
         latest = jnp.take_along_axis(features, last, axis=1)[:, 0]
         return MedusaState(jnp.where((accepted.count > 0)[:, None], latest, state.feature))
 
-    def teacher_forced(
-        self,
-        params: Any,
-        tokens: Int[Array, "T"],
-        features: dict[str, Float[Array, "1 T D"]],
-        window: Int[Array, ""] | np.integer,
-        labels: Int[Array, "A"],
-    ) -> list[Float[Array, "A Vd"]]:
+    def teacher_forced(self, params: Any, text: TrueText) -> list[Float[Array, "A Vd"]]:
         """Return the logits of each head for the drafts that begin at `labels`."""
-        del tokens, window
         (feature,) = self.features
-        states = self.head.states(params, features[feature])[:, :, labels - 2]
+        states = self.head.states(params, text.features[feature])[:, :, text.labels - 2]
         heads = range(self.num_speculative_tokens)
         return [self.head.logits(params, states[head], head)[0] for head in heads]
 
