@@ -47,10 +47,10 @@ class BlockDrafter(LayersDrafter):
 
     Options are those of `OwnCacheDrafter`; by default it drafts the whole block, and a shorter
     draft runs fewer slots. In chains of a head with a confidence head, `draft_p_min` and the limit
-    of confidence apply to its estimate instead of the likeliest token's probability. The default `topk` of a dynamic
-    tree is 8 or, over marginals, which give every level at once, `num_nodes`: that is the best tree
-    of all (DDTree, 2604.12989). Raises InputError for invalid options, and for chains and trees
-    that are longer than a block.
+    of confidence apply to its estimate instead of the likeliest token's probability. The default
+    `topk` of a dynamic tree is 8 or, over marginals, which give every level at once, `num_nodes`:
+    that is the best tree of all (DDTree, 2604.12989). Raises InputError for invalid options, and
+    for chains and trees that are longer than a block.
     """
 
     paired_with: ClassVar[str] = "position t"
