@@ -7,7 +7,7 @@ from bad_input import VALUES, changed, examples, outcome
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specjax.engine import prompts
+from specjax.loading.texts.questions import read_questions
 from specjax.loading.tokenizers import chat_templates, template_process
 from specjax.reporting import csv_jsonl, tables
 from specjax.reporting.records import read_reports
@@ -29,7 +29,7 @@ LINES = (
         "response_token_ids": [8],
     },
 )
-READERS = (prompts.read_questions, read_requests, lambda path: list(read_rows(path)))
+READERS = (read_questions, read_requests, lambda path: list(read_rows(path)))
 
 
 def read_all(path):
