@@ -257,7 +257,7 @@ def copied(state):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _caught_up(plan, params, state):
+def caught_up(plan, params, state):
     context = make_context(plan, params[0], state)
 
     def all_observed(drafter, drafter_params, before):
@@ -271,7 +271,7 @@ def _caught_up(plan, params, state):
 
 def observed(call, state):
     """Return the state of each drafter after it has observed all committed tokens."""
-    return _caught_up(call.plan.loop, call.plan.params, state)
+    return caught_up(call.plan.loop, call.plan.params, state)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

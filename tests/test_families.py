@@ -226,13 +226,13 @@ def test_each_family_in_bfloat16(name):
 
 @pytest.mark.parametrize("name", ["gemma3_text", *slow("gemma2", "gpt2", "glm4", "qwen2")])
 def test_other_forms_compute_the_same(name):
-    """However layers lie, all of the cache at once, and the kernel, which some layers lack."""
+    """However layers lie, all rows at once, and the kernel, which some layers lack."""
     tokens = golden(name)["tokens"]
     for form in (
         {"layers": "apart"},
         {"layers": "unrolled"},
         {"layers": "unrolled", "cache_attention": "kernel"},
-        {"cache_attention": "whole"},
+        {"cache_attention": "blocks"},
     ):
         model = model_of(name, **form)
         _, cache = at_once(model, tokens[:, :HALF])

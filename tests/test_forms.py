@@ -506,7 +506,7 @@ def test_layers_apart_are_saved_and_loaded_like_stacked_ones(tmp_path, tiny):
 
 def test_forms_that_do_not_exist_are_refused():
     for fields, says in (
-        (("stacked", "flash"), "cache_attention='flash': use rows, blocks, whole"),
+        (("stacked", "flash"), "cache_attention='flash': use rows, blocks, kernel"),
         (("scanned",), "layers='scanned': use stacked, apart or unrolled"),
     ):
         with pytest.raises(InputError, match=says):

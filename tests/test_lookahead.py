@@ -11,6 +11,7 @@ import pytest
 from conftest import row_count, slow
 from decoding import (
     PROMPTS,
+    caught_up,
     coupled,
     decode,
     first_state,
@@ -115,7 +116,7 @@ def test_rounds_are_those_of_lists(options):
         assert got.tolist() == expected
         assert state.tokens[row, : len(by_hand.text)].tolist() == by_hand.text
     assert max(emitted for _, emitted in expected) > 2
-    (known,) = observed(dataclasses.make_dataclass("_", ["plan", "params"])(plan, params), state)
+    (known,) = caught_up(plan, params, state)
     assert known.window[0, -1].tolist() == by_hand.window[-1]
     assert known.window[0, :, 1:].tolist() == [row[1:] for row in by_hand.window]
     assert int(known.count[0]) == len(by_hand.ngrams)

@@ -265,7 +265,7 @@ def test_attention_reads_pages_as_it_reads_rows(size, dtype, sliding):
 
     found, wanted = (every_form(query, window, cache, **limits) for cache in (paged, dense))
     for way, (found, wanted) in enumerate(zip(found, wanted, strict=True)):
-        if size == 64 and way in (1, 4):
+        if size == 64 and way in (1, 3):
             # Here the blocks are those of 128 keys, or pages.
             np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
             continue

@@ -18,6 +18,7 @@ from bad_input import refused_command
 from browser import CHROMIUM, browser
 from commands import finish, start
 from conftest import slow
+from decoding import Call
 from test_paged_engine import assert_nothing_is_held, paged
 
 from specjax import serve
@@ -464,8 +465,8 @@ def test_many_clients_of_whom_some_vanish(engine, count, has_pages):
                         return tokens, False
             return tokens, False
 
-    call = paged(engine.plan, 14, True) if has_pages else engine.plan
-    serving = Engine.of(call.plan)
+    call = Call(engine.plan, [])
+    serving = Engine.of((paged(call, 14, True) if has_pages else call).plan)
     with served(serving, OPTIONS) as url:
         with concurrent.futures.ThreadPoolExecutor(32) as pool:
             answers = list(pool.map(ask, range(count)))

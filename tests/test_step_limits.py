@@ -377,17 +377,17 @@ def test_full_drafts_wait_for_no_data(name):
 
 def test_an_accelerator_has_full_drafts_at_fixed_lengths(call_of, monkeypatch):
     on_cpu = call_of("eagle3", controller=Fixed())
-    assert not on_cpu.plan.full_drafts
+    assert not on_cpu.plan.loop.full_drafts
     monkeypatch.setattr(
         calls, "first_device", lambda placement: types.SimpleNamespace(platform="cuda")
     )
-    fixed = on_cpu.controlled_by(None).plan
+    fixed = on_cpu.controlled_by(None).plan.loop
     assert (fixed.full_drafts, fixed.widths) == (True, (3,))
     for controller in (Auto(), Fixed(1), ByBatch(((1, 2, 1),))):
-        plan = on_cpu.controlled_by(None).controlled_by(controller).plan
+        plan = on_cpu.controlled_by(None).controlled_by(controller).plan.loop
         assert (plan.full_drafts, plan.widths) == (False, (1, 3))
     # Drafters that take turns sleep in most rounds.
-    assert not call_of("ngram+eagle3", controller=Fixed()).plan.full_drafts
+    assert not call_of("ngram+eagle3", controller=Fixed()).plan.loop.full_drafts
 
 
 def with_full_drafts(call):
@@ -432,7 +432,7 @@ def test_recorded_limits_repeat_a_run(name, rule, controller, call_of, assert_pl
     assert_plain(first.token_ids)
     assert len({limits for limits, _ in first.step_limits}) > 1
     again = call.controlled_by(Recorded(first.step_limits))
-    assert_same_run(decode_requests(again), first)
+    assert_same_run(decode_requests(*again), first)
     # The limits are what makes it the same.
     assert decode_requests(*call.controlled_by(Fixed())).token_ids != first.token_ids
 
@@ -483,7 +483,7 @@ CLOCKS = {
 def test_a_clock_changes_no_greedy_token(clock, call_of, assert_plain, monkeypatch):
     time = types.SimpleNamespace(perf_counter=functools.partial(next, CLOCKS[clock]))
     monkeypatch.setattr(engines, "time", time)
-    assert_plain(decode_requests(call_of(FEW, controller=Auto())).token_ids)
+    assert_plain(decode_requests(*call_of(FEW, controller=Auto())).token_ids)
 
 
 def test_all_processes_take_the_limits_of_the_first(call_of, assert_plain, monkeypatch):

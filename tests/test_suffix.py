@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import types
 from collections import Counter
 
 import jax
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import row_count, slow
-from decoding import PROMPTS, changed, coupled, decode, greedy, observed, tampered
+from decoding import PROMPTS, caught_up, changed, coupled, decode, greedy, tampered
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_drafters import context_of, silence
@@ -216,7 +215,7 @@ def assert_state_is_fresh(loaded, target):
     plan = make_plan(model, drafter, 4, verify=Coupled(), request=request, capacity=40)
     params = (logits, params)
     state, rounds = decode_rows(plan, params, [3, 1, 3], request, np.arange(8), 0, 7)
-    (matched,) = observed(types.SimpleNamespace(plan=plan, params=params), state)
+    (matched,) = caught_up(plan, params, state)
     for row, length in enumerate(state.length.tolist()):
         ids = np.asarray(state.tokens[row, :length]).tolist()
         assert matched[row, :length].tolist() == matched_by_hand(ids).tolist()

@@ -43,7 +43,7 @@ def make_mesh(data: int = 1, model: int = 1, devices: Sequence[jax.Device] | Non
     devices = jax.devices() if devices is None else list(devices)
     for name, size in (("data", data), ("model", model)):
         if not isinstance(size, int) or size < 1:
-            raise InputError(f"mesh.{name}={shown(size)}: use a whole number of at least 1")
+            raise InputError(f"mesh.{name}={shown(size)}: use a whole number from 1 to {1 << 20}")
     if data * model != len(devices):
         raise InputError(
             f"mesh.data={data}, mesh.model={model}: {data * model} devices are requested and "
