@@ -96,7 +96,7 @@ def test_what_a_run_recorded_predicts_its_acceptance(names, tiny, unrelated, sim
             num_speculative_tokens=2,
             batch_size=48,
         )
-        expected = expected_acceptance(make_call(tiny, prompts, **options))
+        expected = expected_acceptance(*make_call(tiny, prompts, **options))
         got = decode(tiny, prompts, **options)
         participated = got.emitted > 0
         accepted, drafted = got.accepted[participated], got.drafted[participated]

@@ -177,7 +177,7 @@ def test_each_width_appends_its_own_slots(models, monkeypatch):
 @pytest.mark.usefixtures("as_shipped")
 def test_a_prompt_is_read_into_its_slot(models):
     """No program holds a row twice or copies one, neither to read nor to admit it."""
-    programs = compile_plan(call_of("mtp", models, top_k=0))
+    programs = compile_plan(call_of("mtp", models, top_k=0).plan)
     shapes = [leaf for leaf in jax.tree.leaves(programs.read.out_info) if leaf.ndim == 5]
     assert len(shapes) == 4
     for program in (programs.new, programs.read, programs.admit):

@@ -47,7 +47,7 @@ def test_equal_calls_share_their_programs(name, tiny):
 
     def key(prompts=((5,), (3, 4)), length=1, new_tokens=12, **options):
         options |= dict(num_speculative_tokens=length, sampling=greedy(max_new_tokens=new_tokens))
-        return programs._key(make_call(tiny, prompts, drafter=make(tiny), **options))
+        return programs._key(make_call(tiny, prompts, drafter=make(tiny), **options).plan)
 
     first = key()
     for other in (key(), key(seed=3, new_tokens=11), key(prompts=((4,) * 9, (5,)))):
