@@ -38,7 +38,9 @@ def api_page(name: str) -> str:
 def constant(module: ModuleType, name: str) -> tuple[Path, _Constant, str] | None:
     """Return a constant's file, definition and docstring; None if `name` is no constant."""
     path = Path(module.__file__)
-    files = sorted(path.parent.rglob("*.py")) if path.name == "__init__.py" else [path]
+    files = [path, *_imported_from(path, name)]
+    if path.name == "__init__.py":
+        files += sorted(path.parent.rglob("*.py"))
     for file in files:
         for statement, text in itertools.pairwise(_body(file)):
             match statement, text:
@@ -49,6 +51,16 @@ def constant(module: ModuleType, name: str) -> tuple[Path, _Constant, str] | Non
                 ) if found == name:
                     return file, statement, doc
     return None
+
+
+def _imported_from(file: Path, name: str) -> list[Path]:
+    """Return the files of the modules from which a file imports a name."""
+    return [
+        Path(importlib.import_module(statement.module).__file__)
+        for statement in _body(file)
+        if isinstance(statement, ast.ImportFrom) and statement.module
+        if name in {alias.asname or alias.name for alias in statement.names}
+    ]
 
 
 @functools.cache
