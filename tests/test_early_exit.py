@@ -90,7 +90,7 @@ def test_tokens_and_caches_are_those_of_plain_decoding(name, tiny, plain):
 
 def test_it_is_off_beside_other_drafters_and_where_no_width_is_for_no_draft(tiny):
     joined = make_call(tiny, PROMPTS[:2], drafter=take_turns(Ngram(), CHAIN))
-    assert not joined.plan.resumes
+    assert not joined.plan.loop.resumes
     call = make_call(tiny, PROMPTS[:2], drafter=CHAIN)
     assert call.plan.loop.resumes
     assert not dataclasses.replace(call.plan.loop, widths=call.plan.loop.widths[-1:]).resumes

@@ -173,6 +173,6 @@ def test_finished_rows_freeze(laddered):
 
 def test_plain_decoding_is_the_loop_without_drafts(tiny):
     plain = make_call(tiny, PROMPTS, drafter=NoDrafter(), sampling=mixed(max_new_tokens=4))
-    assert plain.plan.widths == (1,)
+    assert plain.plan.loop.widths == (1,)
     state = first_state(plain)
     assert len(list(rounds(plain, state))) == 4
