@@ -104,8 +104,8 @@ def timed(monkeypatch):
             calls.append(sizes)
             return {width: 1 + slope * (width - 1) for width in widths}
 
-        def propose(call):
-            return draft * call.plan.loop.drafter.num_speculative_tokens
+        def propose(plan, requests):
+            return draft * plan.loop.drafter.num_speculative_tokens
 
         monkeypatch.setattr(round_seconds, "rounds_seconds", rounds)
         monkeypatch.setattr(measure_costs, "propose_seconds", propose)
