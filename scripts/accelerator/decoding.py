@@ -125,7 +125,9 @@ def measure(size: Size, model: Model, batch: int, context: int) -> dict[str, Any
     fast = Loop(model, replay(1.0, 0), size, batch, context)
     _, state, _ = fast.run(state.cache, 1)
     first = fast.state(state.cache)
-    draft_s = measure_costs.draft_seconds(fast.plan, (model.params, fast.drafter.params), first)
+    draft_s = measure_costs.draft_seconds(
+        fast.loop_plan, (model.params, fast.drafter.params), first
+    )
     cache, all_plain, speedups = first.cache, [], []
     for acceptance in size.acceptances:
         plain_seconds, seconds, counts, same_rows = [], [], [], 0
