@@ -29,8 +29,8 @@ from specjax.methods.method import Method, VllmMethod
 from specjax.methods.ngram import copied_tokens
 from specjax.trees import Draft, DynamicTree, RankedTree
 
-_COUNTED = 32
-"""The number of matches, the latest ones, whose continuations are counted."""
+MOST_MATCHES = 32
+"""The most occurrences of a match whose continuations are counted: here the latest ones."""
 _ROUNDING = 1e-6
 """A number added to the length that a match allows before rounding down, so that 0.7 * 10 is 7."""
 _USUAL_LENGTH = 8
@@ -80,10 +80,10 @@ class Suffix(Drafter):
                 f"num_speculative_tokens={length}: the tree has {tree.depth} levels; leave it out, "
                 "or use a deeper tree"
             )
-        if self.num_nodes > (most := _COUNTED * length):
+        if self.num_nodes > (most := MOST_MATCHES * length):
             raise InputError(
-                f"tree.num_nodes={self.num_nodes}: {_COUNTED} matches of {length} tokens have at "
-                f"most {most}; lower it"
+                f"tree.num_nodes={self.num_nodes}: {MOST_MATCHES} matches of {length} tokens have "
+                f"at most {most}; lower it"
             )
 
     @property
@@ -126,8 +126,8 @@ class Suffix(Drafter):
         longest = state.max(axis=1)
         is_longest = (state == longest[:, None]) & (state > 0)
         positions = jnp.where(is_longest, jnp.arange(state.shape[1])[None, :], -1)
-        positions = jnp.pad(positions, ((0, 0), (0, _COUNTED)), constant_values=-1)
-        ends, _ = lax.top_k(positions, _COUNTED)
+        positions = jnp.pad(positions, ((0, 0), (0, MOST_MATCHES)), constant_values=-1)
+        ends, _ = lax.top_k(positions, MOST_MATCHES)
         continuations = copied_tokens(context, jnp.maximum(ends, 0), self.num_speculative_tokens)
         topk = 1 if self.tree is None else self.tree.topk
         levels = counted(continuations, ends >= 0, topk, self.suffix_decoding_min_token_prob)

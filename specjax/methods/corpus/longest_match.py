@@ -11,11 +11,10 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from specjax.methods.corpus.sorted_text import SortedText
+from specjax.methods.suffix import MOST_MATCHES
 
 SEPARATOR = np.iinfo(np.int32).max
 """The token id that stands between documents, before the first and after the last one."""
-_COUNTED = 32
-"""The most occurrences of a match that are counted; they are spread evenly over all."""
 
 
 class Match(NamedTuple):
@@ -59,8 +58,9 @@ def _match(text: SortedText, last: Int[Array, "B L"], num_tokens: int) -> Match:
     length = jnp.where(exists, jnp.cumprod(same, axis=2).sum(axis=2), 0).max(axis=1)
     first = _rank(text, last, length, after=False)
     size = _rank(text, last, length, after=True) - first
-    number = jnp.arange(_COUNTED)[None, :]
-    counted = jnp.clip(size, 1, _COUNTED)[:, None]
+    # The occurrences that are counted are spread evenly over all.
+    number = jnp.arange(MOST_MATCHES)[None, :]
+    counted = jnp.clip(size, 1, MOST_MATCHES)[:, None]
     # number * size // counted, without a product that could be too large.
     stride, rest = jnp.divmod(size[:, None], counted)
     ranks = first[:, None] + number * stride + number * rest // counted
