@@ -3,8 +3,8 @@
 `--help` says what each field does.
 """
 
-from specjax.cli.bench_config import BenchConfig
-from specjax.cli.config_file import config_of
+from specjax.apps.command_line.config_file import config_of
+from specjax.apps.run.bench_config import BenchConfig
 
 
 def get_config(size=""):

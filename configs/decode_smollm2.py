@@ -3,8 +3,8 @@
 `--help` says what each field does, and `--list` prints the drafters, their options, and the rules.
 """
 
-from specjax.cli.config_file import config_of
-from specjax.cli.decode_config import DecodeFields
+from specjax.apps.command_line.config_file import config_of
+from specjax.apps.run.decode_config import DecodeFields
 
 
 def get_config(size=""):

@@ -3,8 +3,8 @@
 `--help` says what each field does.
 """
 
-from specjax.cli.config_file import config_of
-from specjax.doctor import DoctorFields
+from specjax.apps.command_line.config_file import config_of
+from specjax.apps.doctor.doctor import DoctorFields
 
 
 def get_config(size=""):

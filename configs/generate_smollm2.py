@@ -2,7 +2,7 @@
 
 from ml_collections import config_dict
 
-from specjax.cli.mesh_config import distributed_fields, mesh_fields
+from specjax.apps.command_line.mesh_config import distributed_fields, mesh_fields
 from train.generation.prompt_corpus import DEFAULT_MIX
 
 

@@ -3,8 +3,8 @@
 `--help` says what each field does.
 """
 
-from specjax.cli.config_file import config_of
-from specjax.serving.serve_config import ServeFields
+from specjax.apps.command_line.config_file import config_of
+from specjax.apps.serve.serve_config import ServeFields
 
 
 def get_config(size=""):

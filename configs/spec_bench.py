@@ -3,8 +3,8 @@
 `--help` says what each field does.
 """
 
-from specjax.cli.config_file import config_of
-from specjax.spec_bench.config import SpecBenchFields
+from specjax.apps.command_line.config_file import config_of
+from specjax.apps.spec_bench.config import SpecBenchFields
 
 
 def get_config(size=""):

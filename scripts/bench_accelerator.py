@@ -34,10 +34,10 @@ from rich.table import Table
 from accelerator import decoding
 from accelerator.sizes import SIZES, Size
 from accelerator.synthetic import random_model
-from specjax.cli import command
+from specjax.apps.command_line import command
+from specjax.apps.tuning import measure_costs
 from specjax.errors import InputError
 from specjax.models.form import Form
-from specjax.tuning import measure_costs
 
 _OUT = flags.DEFINE_string("out", "accelerator.jsonl", "File of the rows, appended as measured.")
 _SIZE = flags.DEFINE_enum("size", "8b", list(SIZES), "What is measured.")

@@ -23,8 +23,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from specjax.cli import command
-from specjax.cli.flags import Listed, Parser
+from specjax.apps.command_line import command
+from specjax.apps.command_line.flags import Listed, Parser
+from specjax.apps.tuning.measure_ranks import measure_ranks
 from specjax.drafters import DRAFT_TOKENS, make_drafter
 from specjax.engine.requests import Prompt
 from specjax.errors import InputError
@@ -40,7 +41,6 @@ from specjax.methods.acceptance_rates import (
     write_acceptance,
 )
 from specjax.trees import RankedTree, best_tree, draw, svg
-from specjax.tuning.measure_ranks import measure_ranks
 
 PROMPTS = Path(__file__).parents[1] / "train" / "datasets" / "calibration_prompts.jsonl"
 """Prompts of Spec-Bench's tasks, written for specjax (CC0)."""

@@ -29,7 +29,7 @@ import jax
 from absl import app, flags, logging
 
 from accelerator.stages import SCRIPTS, Stage, stages
-from specjax.cli import command
+from specjax.apps.command_line import command
 from specjax.errors import InputError
 
 _OUT = flags.DEFINE_string("out", "build/gpu_check", "Folder of the results.")

@@ -132,7 +132,7 @@ def compare() -> int:
     """Decode with each head on both sides, and print the differences; return the exit code."""
     logging.set_verbosity(logging.WARNING)
     import specjax
-    from specjax.cli.built_in_prompts import questions_of
+    from specjax.apps.run.built_in_prompts import questions_of
     from specjax.engine.requests import encode_prompt
     from specjax.errors import InputError
     from specjax.loading.texts.questions import select

@@ -163,7 +163,7 @@ def main(argv: list[str]) -> None:
 def compare() -> None:
     """Decode with all systems in turn, and print speeds, ratios and equal tokens."""
     import specjax
-    from specjax.cli.built_in_prompts import questions_of
+    from specjax.apps.run.built_in_prompts import questions_of
     from specjax.engine import generate, plan
     from specjax.engine import requests as engine_requests
     from specjax.engine.options import DecodeOptions
@@ -238,7 +238,7 @@ def run_in_turn(
 
     An iteration before the first only warms all of them up.
     """
-    from specjax.cli.measure_speedups import turn_order
+    from specjax.apps.run.measure_speedups import turn_order
 
     names, rates, outputs = list(systems), {name: [] for name in systems}, {}
     for run in range(_RUNS.value + 1):

@@ -22,8 +22,9 @@ import numpy as np
 from jaxtyping import Float
 
 from calibrate_trees import PROMPTS
-from specjax.cli import command
-from specjax.cli.flags import Listed, Parser
+from specjax.apps.command_line import command
+from specjax.apps.command_line.flags import Listed, Parser
+from specjax.apps.playground.replay_round import verify_and_keep
 from specjax.core.verify import as_drafted
 from specjax.drafters import TreeOptions, make_drafter
 from specjax.engine.options import DecodeOptions
@@ -35,7 +36,6 @@ from specjax.fields import InputFile, Number, PathOrName, Text, Whole
 from specjax.loading.hub import DEFAULT_MODEL
 from specjax.loading.load import load_model
 from specjax.loading.texts.questions import read_questions, select
-from specjax.playground.replay_round import verify_and_keep
 from specjax.sampling.multipath import takes_all
 
 CHOICES = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0))

@@ -39,8 +39,8 @@ from rich.console import Console
 from rich.table import Table
 
 from lib.trainers import METHODS
-from specjax.cli import command
-from specjax.cli.flags import Listed, Parser
+from specjax.apps.command_line import command
+from specjax.apps.command_line.flags import Listed, Parser
 from specjax.fields import Choice, Whole, dotted
 from specjax.files.folder_checksums import LOCK
 from specjax.loading.storage import orbax_checkpoint

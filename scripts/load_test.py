@@ -30,13 +30,13 @@ from typing import Any
 import numpy as np
 from absl import app, flags, logging
 
-from specjax.cli.built_in_prompts import questions_of
+from specjax.apps.report.engine_report import draw_engine, engine_report
+from specjax.apps.rows.compare_outputs import first_difference
+from specjax.apps.run.built_in_prompts import questions_of
 from specjax.drafters import make_drafter
 from specjax.engine.engine import Engine
 from specjax.engine.requests import SamplingParams, encode_prompt
 from specjax.loading.load import load_model
-from specjax.reporting.compare_outputs import first_difference
-from specjax.reporting.engine_report import draw_engine, engine_report
 from specjax.sampling import RULES
 
 _TARGET = flags.DEFINE_string("target", "smollm2-135m-instruct", "The target.")

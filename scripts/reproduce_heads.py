@@ -22,8 +22,8 @@ from types import SimpleNamespace
 from lib.child_processes import INTERRUPTED, run_child
 from lib.recipe import export_head, stages, write_head
 from lib.trainers import TRAINERS
-from specjax.cli import command
-from specjax.cli.flags import Listed, Parser
+from specjax.apps.command_line import command
+from specjax.apps.command_line.flags import Listed, Parser
 from specjax.distributed import folder_lock
 from specjax.errors import InputError
 from specjax.fields import Choice, Flag, OutputFolder, PathOrName, optional

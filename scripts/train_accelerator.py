@@ -32,8 +32,8 @@ from accelerator import parts
 from lib.child_processes import run_child
 from lib.recipe import Stage, export_head, stages
 from lib.trainers import TRAINERS
-from specjax.cli import command
-from specjax.cli.flags import Listed, Parser
+from specjax.apps.command_line import command
+from specjax.apps.command_line.flags import Listed, Parser
 from specjax.distributed import folder_lock
 from specjax.errors import InputError
 from specjax.fields import (

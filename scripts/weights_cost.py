@@ -24,9 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import specjax
-from specjax.cli import command
-from specjax.cli.built_in_prompts import BUILT_IN
-from specjax.cli.flags import Listed, Parser
+from specjax.apps.command_line import command
+from specjax.apps.command_line.flags import Listed, Parser
+from specjax.apps.run.built_in_prompts import BUILT_IN
 from specjax.core.parameter_sizes import count_bytes
 from specjax.engine.requests import encode_prompt
 from specjax.errors import InputError

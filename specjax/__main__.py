@@ -50,10 +50,19 @@ def summary(command: str) -> str:
     """Return the first line of a command's docstring, without importing the command."""
     if command.startswith("train.") and (file := hiding_file()):
         return f"Hidden by {file}."
-    spec = importlib.util.find_spec(module_of(command))
-    with open(spec.origin, encoding="utf-8") as source:
-        documentation = ast.get_docstring(ast.parse(source.read())) or ""
-    return documentation.splitlines()[0]
+    module = _source(module_of(command))
+    for node in module.body:
+        # The module of an application's command has only its `main`.
+        if isinstance(node, ast.ImportFrom) and node.names[0].name == "main":
+            module = _source(node.module)
+    return (ast.get_docstring(module) or "").splitlines()[0]
+
+
+def _source(module: str) -> ast.Module:
+    """Return the parsed source of a module, without importing it."""
+    spec = importlib.util.find_spec(module)
+    with open(spec.origin, encoding="utf-8") as file:
+        return ast.parse(file.read())
 
 
 def usage() -> str:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.diagnosis import changes, diagnose
+from specjax.apps.doctor import changes, diagnose
 from specjax.drafters import make_drafter
 from specjax.loading.load import load_model
 from specjax.methods.block.head import BlockHead
@@ -145,7 +145,7 @@ CASES = {
 
 def examine(name):
     """Return the diagnosis of a case on the default model."""
-    from specjax.cli.built_in_prompts import BUILT_IN
+    from specjax.apps.run.built_in_prompts import BUILT_IN
 
     chats, raw = [one.first_turn for one in BUILT_IN], [one.turns[0] for one in BUILT_IN]
     given, other = (raw, {"chat=true": chats}), (chats, {"chat=false": raw})

@@ -17,17 +17,21 @@ from bad_input import refused_command
 from commands import script_module
 from conftest import slow
 
-from specjax import bench, corpus_index, decode, doctor, export, fields, report, serve
-from specjax.cli import decode_config
-from specjax.cli.decode_config import DecodeFields
-from specjax.cli.flags import Listed
+from specjax import fields
+from specjax.apps import corpus_index, export
+from specjax.apps.command_line.flags import Listed
+from specjax.apps.doctor import doctor
+from specjax.apps.report import report
+from specjax.apps.run import bench, decode, decode_config
+from specjax.apps.run.decode_config import DecodeFields
+from specjax.apps.serve import serve
+from specjax.apps.serve.serve_config import ServeFields
+from specjax.apps.spec_bench import command as spec_bench
+from specjax.apps.spec_bench.config import SpecBenchFields
 from specjax.engine import options
 from specjax.fields import Kind, fields_of
 from specjax.loading.texts import documents
 from specjax.methods.corpus import index_folder
-from specjax.serving.serve_config import ServeFields
-from specjax.spec_bench import command as spec_bench
-from specjax.spec_bench.config import SpecBenchFields
 from train import (
     block,
     corpus,
@@ -206,8 +210,8 @@ def test_every_field(command, parts, folder, capsys, monkeypatch):
     main, kinds, config = COMMANDS[command]
     # Refused before any long work.
     for module in (
-        "specjax.cli.decode_config",
-        "specjax.cli.bench_run",
+        "specjax.apps.run.decode_config",
+        "specjax.apps.run.bench_run",
         "train.run.setup",
         "train.generate",
     ):

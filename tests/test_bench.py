@@ -10,9 +10,8 @@ import pytest
 from decoding import make_call
 from rich.console import Console
 
-from specjax import bench
-from specjax.cli import bench_run
-from specjax.cli.measure_speedups import (
+from specjax.apps.run import bench, bench_run
+from specjax.apps.run.measure_speedups import (
     Speedup,
     _possible_speedup,
     median_repeat,
@@ -20,11 +19,11 @@ from specjax.cli.measure_speedups import (
     speedup_of,
     turn_order,
 )
-from specjax.cli.predicted_speedup import measure_round_costs
+from specjax.apps.run.predicted_speedup import measure_round_costs
+from specjax.apps.tuning import measure_costs
 from specjax.engine.generate import Generation
 from specjax.loading.load import save_model
 from specjax.methods.ngram import Ngram
-from specjax.tuning import measure_costs
 
 
 def short(target):

@@ -12,7 +12,7 @@ from test_distill import shaken
 from tiny_models import SOME, eagle_config, medusa_config, mtp_config
 from toy_training import two_rows, with_features
 
-from specjax.cli.config_file import read_config
+from specjax.apps.command_line.config_file import read_config
 from train.data.batches import Batch
 from train.methods import blockwise_loss
 from train.methods.blockwise_loss import Scoring, Teacher, score_drafts

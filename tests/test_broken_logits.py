@@ -11,7 +11,7 @@ from conftest import slow
 from decoding import PROMPTS, Shifting, coupled, decode, draft_model, mixed
 
 import specjax
-from specjax import decode as command
+from specjax.apps.run import decode as command
 from specjax.engine.outputs import Failure
 from specjax.engine.requests import SamplingParams
 from specjax.loading.load import save_model

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from specjax import signals
-from specjax.cli import command
+from specjax.apps.command_line import command
 
 
 def kill(number=signal.SIGTERM):
@@ -135,8 +135,8 @@ def test_bugs_stay_tracebacks():
 PRINTING = """
 import sys
 from rich.console import Console
-from specjax.cli import command
-from specjax.cli.config_file import read_config
+from specjax.apps.command_line import command
+from specjax.apps.command_line.config_file import read_config
 
 def main(argv):
     say = Console().print if argv[0] == "rich" else print
@@ -180,8 +180,8 @@ def test_no_stdout_at_all():
 
 JOINED = """
 import os, signal, sys
-from specjax.cli import command
-from specjax.cli.config_file import read_config
+from specjax.apps.command_line import command
+from specjax.apps.command_line.config_file import read_config
 from specjax.distributed import processes
 
 def main(argv):

@@ -11,14 +11,14 @@ from conftest import tiny_config
 from decoding import Call
 
 from specjax import sampling
+from specjax.apps.rows import compare_outputs
+from specjax.apps.rows.compare_outputs import Difference, NearTie, compare_row, least_change
 from specjax.engine.generate import generate
 from specjax.engine.plan import plan_requests
 from specjax.engine.requests import SamplingParams
 from specjax.loading.load import random_model
 from specjax.methods.make import make_drafter
 from specjax.models.cpu import library
-from specjax.reporting import compare_outputs
-from specjax.reporting.compare_outputs import Difference, NearTie, compare_row, least_change
 
 SCORES = np.log([0.1, 0.2, 0.3, 0.4])
 FLAT = np.zeros(4)

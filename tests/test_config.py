@@ -6,10 +6,13 @@ from typing import Annotated
 
 import pytest
 
-from specjax import bench, decode, doctor, serve
-from specjax.cli import command
-from specjax.cli.config_file import packaged_configs, read_config
-from specjax.cli.decode_config import read_decode_config, turn_prompts
+from specjax.apps.command_line import command
+from specjax.apps.command_line.config_file import packaged_configs, read_config
+from specjax.apps.doctor import doctor
+from specjax.apps.run import bench, decode
+from specjax.apps.run.decode_config import read_decode_config, turn_prompts
+from specjax.apps.serve import serve
+from specjax.apps.serve.serve_config import ServeFields
 from specjax.controllers import Fixed
 from specjax.drafters import DRAFTERS, drafter_options, option_type
 from specjax.engine.options import DecodeOptions
@@ -20,7 +23,6 @@ from specjax.loading.texts.questions import Question
 from specjax.methods.corpus.index_folder import IndexFolder
 from specjax.methods.ngram import Ngram
 from specjax.sampling import RULES
-from specjax.serving.serve_config import ServeFields
 from train import corpus, distill, eagle, generate, layerskip, medusa, mtp
 
 DEFAULT = "configs/decode_smollm2.py"
@@ -242,8 +244,8 @@ def test_the_options_of_an_own_drafter_are_fields(source, tmp_path):
     # In a config file, too, where the command line may change it.
     path = tmp_path / "own.py"
     path.write_text(
-        "from specjax.cli.config_file import config_of\n"
-        "from specjax.cli.decode_config import DecodeFields\n"
+        "from specjax.apps.command_line.config_file import config_of\n"
+        "from specjax.apps.run.decode_config import DecodeFields\n"
         "def get_config():\n"
         "    config = config_of(DecodeFields)\n"
         f"    config.drafter.name = {OWN!r}\n"

@@ -16,7 +16,8 @@ from model_files import GOLDENS, edit_json
 from test_pretraining import write_documents
 from test_retrieval import drafts_of
 
-from specjax import corpus_index, generate, make_drafter
+from specjax import generate, make_drafter
+from specjax.apps import corpus_index
 from specjax.distributed import device_memory
 from specjax.drafters import LoadedDrafter
 from specjax.files.folder_checksums import MARKER, seal

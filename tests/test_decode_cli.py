@@ -12,21 +12,21 @@ from conftest import slow
 from rich.console import Console
 from tiny_models import with_modules
 
-from specjax import decode, metrics
-from specjax import report as write_reports
-from specjax.cli import decode_run
-from specjax.cli.console import Screen
+from specjax import metrics
+from specjax.apps.command_line.console import Screen
+from specjax.apps.report import report as write_reports
+from specjax.apps.report.runs import labels
+from specjax.apps.rows import compare_outputs, decode_table, statistics
+from specjax.apps.rows.decode_report import DrafterRun
+from specjax.apps.rows.records import DecodedRow, RunHeader, read_report
+from specjax.apps.rows.statistics import Figures
+from specjax.apps.run import decode, decode_run
 from specjax.engine import engine
 from specjax.engine.generate import generate
 from specjax.errors import InputError
 from specjax.fields import read_values
 from specjax.loading.load import load_model, save_model
 from specjax.methods import find_head
-from specjax.reporting import compare_outputs, decode_table, statistics
-from specjax.reporting.decode_report import DrafterRun
-from specjax.reporting.records import DecodedRow, RunHeader, read_report
-from specjax.reporting.runs import labels
-from specjax.reporting.statistics import Figures
 
 ROW = {field.name for field in dataclasses.fields(DecodedRow)}
 SUMMARY = {

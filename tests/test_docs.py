@@ -16,9 +16,9 @@ from conftest import slow
 from tiny_models import eagle_drafter
 
 import specjax
+from specjax.apps.rows import decode_table
 from specjax.drafters import DRAFTERS
 from specjax.loading.formats.families import registry
-from specjax.reporting import decode_table
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

@@ -17,11 +17,10 @@ from bad_input import refused, refused_command
 from conftest import slow, tiny_config
 from tiny_models import block_head, eagle_head, medusa_head, mtp_head
 
-from specjax import doctor
-from specjax.diagnosis import changes, diagnose
-from specjax.diagnosis.answers import read_answers
-from specjax.diagnosis.declared import check_files
-from specjax.diagnosis.teacher_forced import (
+from specjax.apps.doctor import changes, diagnose, doctor
+from specjax.apps.doctor.answers import read_answers
+from specjax.apps.doctor.declared import check_files
+from specjax.apps.doctor.teacher_forced import (
     UNLIMITED,
     Reading,
     num_programs,
@@ -41,7 +40,7 @@ from specjax.models import decoder
 from specjax.models.form import Form
 from train.methods.distill import DistillLoss, distill_method
 
-diagnosis = importlib.import_module("specjax.diagnosis.diagnose")
+diagnosis = importlib.import_module("specjax.apps.doctor.diagnose")
 
 SAMPLING = SamplingParams(temperature=1.0, max_new_tokens=40)
 PREFIX = [7, 3, 9]

@@ -14,6 +14,7 @@ from decoding import PROMPTS, Scripted, decode, drafters, greedy, make_call, mix
 from tiny_models import eagle_drafter, medusa_head, mtp_drafter
 
 import specjax
+from specjax.apps.rows.statistics import engine_summary
 from specjax.core.state import Packed, admit
 from specjax.distributed.sharding import make_mesh
 from specjax.drafters import head_drafter, merge_drafters
@@ -32,7 +33,6 @@ from specjax.errors import InputError
 from specjax.loading.load import place_model
 from specjax.methods.ngram import Ngram
 from specjax.methods.token_recycling import TokenRecycling
-from specjax.reporting.engine_report import engine_summary
 
 NEW = [3, 20, 7, 12, 1, 16, 9, 14]
 """New tokens of each prompt: rows end at different times."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tiny_models import eagle_head, mtp_head
 
-from specjax import export
+from specjax.apps import export
 from specjax.loading.load import load_model, save_model
 from specjax.methods.heads.head import check_same
 from specjax.methods.heads.published_layout import PublishedLayout

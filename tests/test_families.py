@@ -16,7 +16,9 @@ from model_files import GOLDENS as ROOT
 from model_files import changed
 from tiny_models import mtp_head
 
-from specjax import SamplingParams, decode, generate, make_drafter, save_checkpoint
+from specjax import SamplingParams, generate, make_drafter, save_checkpoint
+from specjax.apps.rows import compare_outputs
+from specjax.apps.run import decode
 from specjax.core.cache import commit
 from specjax.core.prefill import prefill
 from specjax.distributed import sharding
@@ -30,7 +32,6 @@ from specjax.methods.eagle.head import EagleConfig
 from specjax.models.config import DecoderConfig, SlidingWindow
 from specjax.models.form import Form
 from specjax.models.mtp import MtpConfig
-from specjax.reporting import compare_outputs
 from train.run import setup
 
 GOLDENS = ROOT / "families"

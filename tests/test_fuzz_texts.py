@@ -7,11 +7,11 @@ from bad_input import VALUES, changed, examples, outcome
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specjax.apps.report import csv_jsonl, tables
+from specjax.apps.report.runs import Entry, labels
+from specjax.apps.rows.records import read_reports
 from specjax.loading.texts.questions import read_questions
 from specjax.loading.tokenizers import chat_templates, template_process
-from specjax.reporting import csv_jsonl, tables
-from specjax.reporting.records import read_reports
-from specjax.reporting.runs import Entry, labels
 from train.generation.prompts import read_requests
 from train.import_responses import read_rows
 

@@ -15,8 +15,8 @@ from bad_input import refused_command
 from commands import files_limited_to, finish, free_port, joined, start
 from rich.console import Console
 
-from specjax.cli.config_file import read_config
-from specjax.cli.console import Screen
+from specjax.apps.command_line.config_file import read_config
+from specjax.apps.command_line.console import Screen
 from specjax.distributed import folder_lock
 from specjax.engine import generate as decoding
 from specjax.engine.requests import SamplingParams

@@ -11,11 +11,11 @@ from absl.testing import flagsaver
 from commands import script_module
 from conftest import slow
 
+from specjax.apps.report import engine_report as engine_report_module
+from specjax.apps.report.engine_report import draw_engine, engine_report
 from specjax.engine.outputs import Times
 from specjax.engine.statistics import Statistics, Step
 from specjax.loading.load import save_model
-from specjax.reporting import engine_report as engine_report_module
-from specjax.reporting.engine_report import draw_engine, engine_report
 
 
 @pytest.fixture

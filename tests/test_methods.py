@@ -14,8 +14,8 @@ from specjax.methods.registry import HEADS, METHODS
 
 ROOT = Path(__file__).parents[1]
 DEFAULTS = {
-    "specjax/cli/decode_config.py": {"ngram"},
-    "specjax/cli/bench_config.py": {"ngram", "draft_model", "eagle3"},
+    "specjax/apps/run/decode_config.py": {"ngram"},
+    "specjax/apps/run/bench_config.py": {"ngram", "draft_model", "eagle3"},
 }
 """Names that are defaults of commands."""
 OTHER_THINGS = {
@@ -28,8 +28,8 @@ OTHER_THINGS = {
     "specjax/methods/published_layouts.py": {"none"},
     "specjax/methods/options.py": {"none", "eagle3"},  # nothing, and an example in a message
     "specjax/models/mtp.py": {"mtp"},  # the kind of head that these modules are
-    "specjax/serving/requests.py": {"none", "suffix"},  # OpenAI's
-    "specjax/serving/server.py": {"none"},
+    "specjax/apps/serve/requests.py": {"none", "suffix"},  # OpenAI's
+    "specjax/apps/serve/server.py": {"none"},
     "specjax/testing/controller_simulation.py": {"ngram", "eagle3", "token_recycling"},
 }
 """Words that mean something else, or the simulated acceptance of such a drafter."""

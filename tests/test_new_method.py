@@ -15,7 +15,7 @@ from conftest import tiny_config
 from tiny_models import medusa_head
 
 import specjax
-from specjax import decode
+from specjax.apps.run import decode
 from specjax.loading.load import random_model
 from specjax.methods import saved_heads
 from specjax.methods.heads.head import Head

@@ -16,7 +16,7 @@ from bad_input import refused_command
 from tiny_models import eagle_head
 from toy_training import write_data
 
-from specjax import decode
+from specjax.apps.run import decode
 from specjax.errors import InputError
 from specjax.fields import InputFile
 from specjax.files import json_files

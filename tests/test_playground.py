@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 from browser import CHROMIUM, browser
 
-from specjax import report, sampling, theory
+from specjax import sampling, theory
+from specjax.apps.playground import page
+from specjax.apps.playground.draft_tests import DraftTest
+from specjax.apps.playground.replay_round import RecordedRow, RoundTrace
+from specjax.apps.playground.theory_tables import CONTEXT, LLAMA_8B
+from specjax.apps.report import report
 from specjax.errors import InputError
-from specjax.playground import page
-from specjax.playground.draft_tests import DraftTest
-from specjax.playground.replay_round import RecordedRow, RoundTrace
-from specjax.playground.theory_tables import CONTEXT, LLAMA_8B
 
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed")
 

@@ -10,11 +10,11 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from specjax.apps.serve import playground_api, playground_engines
+from specjax.apps.serve.serve_config import ServeFields
+from specjax.apps.serve.server import served
 from specjax.controllers import Fixed
 from specjax.engine.engine import Engine
-from specjax.serving import playground_api, playground_engines
-from specjax.serving.serve_config import ServeFields
-from specjax.serving.server import served
 
 MESSAGES = [{"role": "user", "content": "abc ab abc ab"}]
 OPTIONS = ServeFields(

@@ -14,7 +14,7 @@ import toy_training
 from bad_input import refused_command
 from conftest import tiny_config
 
-from specjax.cli.config_file import read_config
+from specjax.apps.command_line.config_file import read_config
 from specjax.distributed.sharding import make_mesh
 from specjax.errors import InputError
 from specjax.fields import PathOrName, check_values, fields_of, optional

@@ -8,9 +8,9 @@ from decoding import make_call
 from model_files import gguf_metadata, gguf_tensors, write_gguf
 from rich.console import Console
 
-from specjax.cli import console as console_module
-from specjax.cli import measure_speedups
-from specjax.cli.console import Screen
+from specjax.apps.command_line import console as console_module
+from specjax.apps.command_line.console import Screen
+from specjax.apps.run import measure_speedups
 from specjax.drafters import make_drafter
 from specjax.engine import device_rows, programs
 from specjax.engine.device_rows import DeviceRows

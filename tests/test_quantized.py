@@ -15,8 +15,8 @@ from test_decoder import extend
 from test_experts import WIDE
 
 import specjax
-from specjax.cli.config_file import read_config
-from specjax.cli.decode_config import DrafterConfig, make_config_drafter, read_decode_config
+from specjax.apps.command_line.config_file import read_config
+from specjax.apps.run.decode_config import DrafterConfig, make_config_drafter, read_decode_config
 from specjax.core.cache import commit
 from specjax.core.parameter_sizes import bytes_by_form, count_bytes, megabytes, weights_in_words
 from specjax.distributed.sharding import make_mesh

@@ -8,13 +8,13 @@ from conftest import slow
 from decoding import PROMPTS, drafters, make_call
 from tiny_models import eagle_head
 
+from specjax.apps.playground import draft_tests, page
+from specjax.apps.playground import replay_round as replay_module
+from specjax.apps.playground.replay_round import RecordedRow, replay_round, replay_rounds
 from specjax.drafters import TokenRecycling, TreeOptions, head_drafter
 from specjax.engine.generate import decode_requests
 from specjax.engine.requests import SamplingParams
 from specjax.errors import InputError
-from specjax.playground import draft_tests, page
-from specjax.playground import replay_round as replay_module
-from specjax.playground.replay_round import RecordedRow, replay_round, replay_rounds
 
 DRAWN = SamplingParams(temperature=0.9, seed=7, max_new_tokens=16)
 ROW = 1

@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 from reports import ROWS, as_lines, content, read_one, row
 
-from specjax import decode, report
-from specjax.cli import predicted_speedup
+from specjax.apps.report import csv_jsonl, picture_files, plots, report
+from specjax.apps.report.plots import Curve
+from specjax.apps.report.runs import Entry, labels, without_length
+from specjax.apps.rows import statistics
+from specjax.apps.rows.records import DecodedRow, read_report, read_reports
+from specjax.apps.rows.report_file import ReportFile
+from specjax.apps.rows.statistics import OVERALL, batch_widths, figures, figures_by_task
+from specjax.apps.run import decode, predicted_speedup
 from specjax.errors import InputError
 from specjax.fields import read_values
 from specjax.loading.load import save_model
-from specjax.reporting import csv_jsonl, picture_files, plots, statistics
-from specjax.reporting.plots import Curve
-from specjax.reporting.records import DecodedRow, read_report, read_reports
-from specjax.reporting.report_file import ReportFile
-from specjax.reporting.runs import Entry, labels, without_length
-from specjax.reporting.statistics import OVERALL, batch_widths, figures, figures_by_task
 
 pytest.importorskip("matplotlib")
 

@@ -16,14 +16,14 @@ import reports
 from bad_input import refused_command
 from conftest import xla_flags
 
-from specjax import bench, decode, report
-from specjax.cli import bench_run, decode_run
-from specjax.cli.measure_speedups import Ratio, Speedup
+from specjax.apps.report import report
+from specjax.apps.rows.records import read_report
+from specjax.apps.rows.report_file import ReportFile, check_writable
+from specjax.apps.run import bench, bench_run, decode, decode_run
+from specjax.apps.run.measure_speedups import Ratio, Speedup
 from specjax.errors import InputError
 from specjax.files.path_checks import output_file
 from specjax.loading.load import save_model
-from specjax.reporting.records import read_report
-from specjax.reporting.report_file import ReportFile, check_writable
 
 
 @pytest.fixture(scope="module")
@@ -151,8 +151,8 @@ LIMITED = """
 import resource, sys
 # It would be cut off as well, and found by every later process.
 sys.dont_write_bytecode = True
-from specjax.cli import command
-from specjax.reporting.report_file import ReportFile, check_writable
+from specjax.apps.command_line import command
+from specjax.apps.rows.report_file import ReportFile, check_writable
 
 def main(argv):
     file = ReportFile(check_writable(argv[0]))

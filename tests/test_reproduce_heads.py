@@ -78,7 +78,7 @@ if {hears}:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, {scripts!r})
 from lib import child_processes
-from specjax.cli import command
+from specjax.apps.command_line import command
 child_processes.GRACE_S = {grace}
 run = lambda argv: child_processes.run_child([sys.executable, "-c", {child!r}, {root!r}])
 sys.exit(command.run(run, [], interrupted=child_processes.INTERRUPTED))

@@ -21,13 +21,13 @@ from conftest import slow
 from decoding import Call
 from test_paged_engine import assert_nothing_is_held, paged
 
-from specjax import serve
+from specjax.apps.serve import serve
+from specjax.apps.serve import server as server_module
+from specjax.apps.serve.engine_thread import warm_up
+from specjax.apps.serve.serve_config import ServeFields
+from specjax.apps.serve.server import served
 from specjax.engine.engine import Engine
 from specjax.loading.load import save_model
-from specjax.serving import server as server_module
-from specjax.serving.engine_thread import warm_up
-from specjax.serving.serve_config import ServeFields
-from specjax.serving.server import served
 
 PROMPT = "abc ab abc ab"
 MESSAGES = [{"role": "user", "content": PROMPT}]
@@ -485,7 +485,7 @@ def test_many_clients_of_whom_some_vanish(engine, count, has_pages):
 
 
 def test_slow_bodies_and_connections_that_say_nothing(url, monkeypatch):
-    monkeypatch.setattr("specjax.serving.connections._BODY_S", 0.2)
+    monkeypatch.setattr("specjax.apps.serve.connections._BODY_S", 0.2)
     with contextlib.closing(connect(url)) as quiet, contextlib.closing(connect(url)) as slow:
         quiet.connect()
         slow.putrequest("POST", "/v1/completions")

@@ -15,18 +15,18 @@ from commands import start
 
 import specjax
 from specjax import theory
+from specjax.apps.report import html_page, tables
+from specjax.apps.report.best_length import best_lengths
+from specjax.apps.report.runs import Entry, labels
+from specjax.apps.rows.records import read_report
+from specjax.apps.rows.statistics import OVERALL
+from specjax.apps.spec_bench import command
+from specjax.apps.spec_bench.answers_file import finished_rows
 from specjax.engine import programs
 from specjax.fields import Whole
 from specjax.loading.load import load_model, save_model
 from specjax.loading.texts.questions import Question, stratified
 from specjax.methods.ngram import Ngram
-from specjax.reporting import html_page, tables
-from specjax.reporting.best_length import best_lengths
-from specjax.reporting.records import read_report
-from specjax.reporting.runs import Entry, labels
-from specjax.reporting.statistics import OVERALL
-from specjax.spec_bench import command
-from specjax.spec_bench.answers_file import finished_rows
 
 QUESTIONS = [
     {"question_id": 7, "category": "writing", "turns": ["abc abc ab", "and then"]},
@@ -238,7 +238,7 @@ def test_a_damaged_file_is_named(whole, tmp_path):
     ],
 )
 def test_other_settings_are_refused(changes, said, whole, folder, capsys, monkeypatch):
-    monkeypatch.setattr("specjax.cli.decode_config.load_model", None)
+    monkeypatch.setattr("specjax.apps.run.decode_config.load_model", None)
     before = {path: path.read_bytes() for path in whole[0].rglob("*") if path.is_file()}
     argv = arguments(folder, whole[0], **{**GRID, **changes})
     error = refused_command(command.main, argv, capsys)
@@ -248,7 +248,7 @@ def test_other_settings_are_refused(changes, said, whole, folder, capsys, monkey
 
 
 def test_other_questions_and_devices_are_refused(whole, folder, capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr("specjax.cli.decode_config.load_model", None)
+    monkeypatch.setattr("specjax.apps.run.decode_config.load_model", None)
     others = write(tmp_path / "others.jsonl", QUESTIONS[:2])
     argv = arguments(folder, whole[0], **GRID, prompts=others)
     assert "prompts='2 questions, " in refused_command(command.main, argv, capsys)
@@ -289,7 +289,7 @@ def test_other_questions_and_devices_are_refused(whole, folder, capsys, monkeypa
 def test_bad_input_is_named_before_any_work(
     changes, questions, said, folder, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr("specjax.cli.decode_config.load_model", None)
+    monkeypatch.setattr("specjax.apps.run.decode_config.load_model", None)
     prompts = write(tmp_path / "questions.jsonl", questions)
     argv = arguments(folder, tmp_path / "out", **{"prompts": prompts, **changes})
     assert said in refused_command(command.main, argv, capsys)
@@ -306,7 +306,7 @@ def test_bad_input_is_named_before_any_work(
 def test_what_the_model_refuses_is_named_before_decoding(
     changes, said, folder, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr("specjax.spec_bench.run.decode_requests", None)
+    monkeypatch.setattr("specjax.apps.spec_bench.run.decode_requests", None)
     error = refused_command(command.main, arguments(folder, tmp_path / "out", **changes), capsys)
     assert said in error
     assert not (tmp_path / "out" / "settings.json").exists()

@@ -6,7 +6,7 @@ import pytest
 import toy_training
 from toy_training import config_of, get_config, read
 
-from specjax.cli.config_file import read_config
+from specjax.apps.command_line.config_file import read_config
 from specjax.errors import InputError
 from train import block, distill, eagle, layerskip, medusa, mtp
 from train.run.config import read_training_config

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from conftest import slow
 
-from specjax import decode, make_drafter
+from specjax import make_drafter
+from specjax.apps.run import decode
 from specjax.loading.load import load_model, save_model
 from specjax.methods.saved_heads import read_head
 from train import block, corpus, distill, eagle, layerskip, medusa, mtp

@@ -32,8 +32,8 @@ from tiny_models import SOME, eagle_head, medusa_head, mtp_head, small_model
 
 import specjax
 from specjax import sampling
-from specjax.cli.config_file import read_config
-from specjax.cli.decode_config import read_decode_config
+from specjax.apps.command_line.config_file import read_config
+from specjax.apps.run.decode_config import read_decode_config
 from specjax.core.drafter import Sampling
 from specjax.core.growth import dynamic_tree, static_tree
 from specjax.core.growth.tree_options import USUAL_DEPTH, USUAL_NODES

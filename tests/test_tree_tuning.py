@@ -12,8 +12,10 @@ from conftest import slow
 from decoding import PROMPTS, decode, draft_model, greedy
 from tiny_models import eagle_head
 
-from specjax.cli.config_file import read_config
-from specjax.cli.decode_config import make_config_drafter, read_decode_config
+from specjax.apps.command_line.config_file import read_config
+from specjax.apps.rows.decode_report import tree_record
+from specjax.apps.run.decode_config import make_config_drafter, read_decode_config
+from specjax.apps.tuning import choose_tree, measure_costs, measure_ranks, round_seconds
 from specjax.distributed.sharding import make_mesh
 from specjax.drafters import TreeOptions, head_drafter, make_drafter, merge_drafters, take_turns
 from specjax.errors import InputError
@@ -25,17 +27,8 @@ from specjax.methods.acceptance_rates import (
     write_acceptance,
 )
 from specjax.methods.ngram import Ngram
-from specjax.reporting.decode_report import tree_record
 from specjax.trees import FastestTree, best_tree, tree_of_choices
-from specjax.tuning import (
-    choose_tree,
-    measure_costs,
-    measure_ranks,
-    measure_tree_costs,
-    round_seconds,
-    with_fastest_trees,
-    with_tree,
-)
+from specjax.tuning import measure_tree_costs, with_fastest_trees, with_tree
 
 RATES = ((0.6, 0.2, 0.1), (0.5, 0.2, 0.1))
 

@@ -22,7 +22,7 @@ from model_files import (
 )
 from tokenizers import decoders, models, pre_tokenizers
 
-from specjax.decode import _ends_and_beginning
+from specjax.apps.run.decode import _ends_and_beginning
 from specjax.engine.generate import generate
 from specjax.engine.requests import SamplingParams
 from specjax.errors import InputError

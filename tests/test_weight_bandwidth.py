@@ -8,18 +8,18 @@ import pytest
 import reports
 from conftest import tiny_config
 
-from specjax import report
+from specjax.apps.report import report
+from specjax.apps.rows.records import DecodedRow, RunHeader
+from specjax.apps.rows.statistics import figures
+from specjax.apps.rows.weight_reads import weight_bandwidth, weight_reads_line
+from specjax.apps.tuning import weight_bandwidth as measuring
+from specjax.apps.tuning.weight_bandwidth import memory_bandwidth, pass_bytes
 from specjax.core.parameter_sizes import count_bytes
 from specjax.fields import read_values
 from specjax.loading.load import random_model
 from specjax.loading.model import Model
 from specjax.models.config import DecoderConfig, Experts
-from specjax.reporting.records import DecodedRow, RunHeader
-from specjax.reporting.statistics import figures
-from specjax.reporting.weight_reads import weight_bandwidth, weight_reads_line
 from specjax.theory import ExpertShape, ModelShape, weight_bytes
-from specjax.tuning import weight_bandwidth as measuring
-from specjax.tuning.weight_bandwidth import memory_bandwidth, pass_bytes
 
 EXPERTS = Experts(num_experts=8, per_token=2, intermediate_size=16, shared_size=12, num_dense=1)
 CONFIGS = {

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-from specjax.cli.command import use_compilation_cache
+from specjax.apps.command_line.command import use_compilation_cache
 from specjax.errors import InputError
 from specjax.fields import Items, Text, Whole, optional
 from specjax.loading.model import Model

@@ -22,8 +22,8 @@ from typing import Any
 
 from rich.console import Console
 
-from specjax.cli import command
-from specjax.cli.console import Screen
+from specjax.apps.command_line import command
+from specjax.apps.command_line.console import Screen
 from specjax.distributed import folder_lock
 from specjax.errors import InputError
 from specjax.files import folder_checksums, folders

@@ -22,9 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from specjax.cli import command
-from specjax.cli.console import Screen
-from specjax.cli.flags import Parser
+from specjax.apps.command_line import command
+from specjax.apps.command_line.console import Screen
+from specjax.apps.command_line.flags import Parser
 from specjax.distributed import folder_lock
 from specjax.errors import InputError
 from specjax.fields import InputFolder, PathOrName, Text, Whole, optional

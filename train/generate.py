@@ -20,16 +20,16 @@ from typing import Any
 
 from rich.console import Console
 
-from specjax.cli import command
-from specjax.cli.console import Screen
-from specjax.cli.mesh_config import open_mesh
+from specjax.apps.command_line import command
+from specjax.apps.command_line.console import Screen
+from specjax.apps.command_line.mesh_config import open_mesh
+from specjax.apps.rows import decode_report
 from specjax.distributed import folder_lock, processes
 from specjax.engine.outputs import Failure, Output, failure_message
 from specjax.errors import InputError
 from specjax.files import folders
 from specjax.loading.load import load_model
 from specjax.loading.model import Model
-from specjax.reporting import decode_report
 from train.data.examples import METADATA, target_metadata
 from train.data.responses import open_responses
 from train.data.write_responses import write_responses

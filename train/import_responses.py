@@ -12,8 +12,8 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
-from specjax.cli import command
-from specjax.cli.flags import Parser
+from specjax.apps.command_line import command
+from specjax.apps.command_line.flags import Parser
 from specjax.errors import InputError
 from specjax.fields import InputFile, OutputFolder, PathOrName, Whole, optional
 from specjax.files import folders

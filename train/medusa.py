@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-from specjax.cli.command import use_compilation_cache
+from specjax.apps.command_line.command import use_compilation_cache
 from specjax.fields import Whole
 from specjax.loading.model import Model
 from specjax.methods.medusa.head import MedusaConfig

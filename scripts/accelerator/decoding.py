@@ -14,6 +14,7 @@ import numpy as np
 from accelerator.sizes import ITEMSIZE, Size, model_shape
 from accelerator.synthetic import random_cache
 from specjax import metrics
+from specjax.apps.tuning import measure_costs
 from specjax.core import loop
 from specjax.core.cache import KVCache
 from specjax.core.initial_state import empty_state
@@ -26,7 +27,6 @@ from specjax.engine.programs import row_arguments
 from specjax.engine.requests import SamplingParams
 from specjax.loading.model import Model
 from specjax.methods.simulated import Simulated
-from specjax.tuning import measure_costs
 
 
 class Loop:

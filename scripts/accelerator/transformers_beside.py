@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import specjax
-from specjax.cli.built_in_prompts import BUILT_IN
+from specjax.apps.run.built_in_prompts import BUILT_IN
 from specjax.engine.requests import encode_prompt
 from specjax.loading.hub import DEFAULT_MODEL, default_model_file
 

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from specjax.cli.console import Screen
-from specjax.cli.mesh_config import DistributedConfig, MeshConfig
+from specjax.apps.command_line.console import Screen
+from specjax.apps.command_line.mesh_config import DistributedConfig, MeshConfig
 from specjax.drafters import DRAFT_TOKENS, check_options, make_drafter
 from specjax.engine import requests as engine_requests
 from specjax.engine.engine import Engine

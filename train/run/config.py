@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from ml_collections import ConfigDict, config_dict
 
-from specjax.cli.mesh_config import (
+from specjax.apps.command_line.mesh_config import (
     DistributedConfig,
     MeshConfig,
     distributed_fields,

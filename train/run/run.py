@@ -17,14 +17,14 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.text import Text
 
-from specjax.cli import command
+from specjax.apps.command_line import command
+from specjax.apps.rows import decode_report
 from specjax.distributed import folder_lock, processes
 from specjax.files import folders
 from specjax.files.path_checks import output_folder
 from specjax.loading.checkpoints import save_checkpoint
 from specjax.loading.hub import DEFAULT_MODEL
 from specjax.methods.saved_heads import save_head
-from specjax.reporting import decode_report
 from train.data import shipped
 from train.data.combined_datasets import split_names
 from train.methods.method import Method

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int32
 
-from specjax.cli.mesh_config import open_mesh
+from specjax.apps.command_line.mesh_config import open_mesh
 from specjax.distributed import processes
 from specjax.errors import InputError, Problems
 from specjax.loading.load import load_model

@@ -1,0 +1,1 @@
+"""Applications on the library, which imports none of them."""

@@ -1,0 +1,229 @@
+"""The report of a decode run: a row for each answer, and a summary for each drafter."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from specjax import metrics
+from specjax.apps.rows.compare_outputs import Difference
+from specjax.apps.rows.records import DecodedRow, RunHeader
+from specjax.apps.rows.statistics import Figures, figures
+from specjax.apps.rows.weight_reads import weight_bandwidth
+from specjax.engine.generate import Generation
+from specjax.loading.texts.questions import Question
+from specjax.trees import FastestTree, RankedTree
+
+PLAIN = "plain"
+"""The name that reports use for plain decoding, where others name a drafter."""
+
+
+@dataclass
+class DrafterRun:
+    """The results of one drafter so far, over all prompts that a command decodes.
+
+    `trees` are the trees that `tree.kind=auto` chose, by the name of the drafter that drafts them.
+    `rows` are the finished answers. `expected` is the acceptance that the distributions of target
+    and drafter imply, one entry per turn, empty if it was not computed. `engines` are summaries of
+    the engine of each turn (`engine_report.engine_summary`). `step_limits` has for each step the
+    longest draft and the least confidence of each drafter, and the number of rounds. `num_reported`
+    counts the rows that `new_records` has returned; -1 before the header.
+    """
+
+    header: RunHeader
+    trees: Mapping[str, FastestTree | RankedTree] = field(default_factory=dict)
+    rows: list[DecodedRow] = field(default_factory=list)
+    expected: list[metrics.ExpectedAcceptance] = field(default_factory=list)
+    engines: dict[int, dict[str, Any]] = field(default_factory=dict)
+    step_limits: list[tuple[Sequence[int], Sequence[float], int]] = field(default_factory=list)
+    num_reported: int = -1
+    """The number of rows in records so far; -1 before the first record, which is the header."""
+
+    @property
+    def drafter(self) -> str:
+        """The name of the drafter."""
+        return self.header.drafter
+
+    def new_records(self) -> list[dict[str, Any]]:
+        """Return records since the last call, JSON-ready: first the header, then finished rows."""
+        header = {"record": "run", **self.header.record()}
+        rows = self.rows[max(self.num_reported, 0) :]
+        records = [header] if self.num_reported < 0 else []
+        self.num_reported = len(self.rows)
+        return [*records, *({"record": "row", **asdict(row)} for row in rows)]
+
+    def figures(self) -> Figures | None:
+        """Return the figures of the finished rows, or None if there are none."""
+        return figures(self.rows) if self.rows else None
+
+    def expected_acceptance(self) -> metrics.ExpectedAcceptance | None:
+        """Return the acceptance implied by the distributions in all turns; None if not computed."""
+        return _pooled(self.expected)
+
+    def add(
+        self,
+        batch: int,
+        turn: int,
+        questions: Sequence[Question],
+        result: Generation,
+        plain: Generation | None,
+        differences: Sequence[Difference | None] | None,
+        repeated_speeds: Sequence[tuple[float, float]] = (),
+    ) -> list[DecodedRow]:
+        """Add the rows that were decoded together as one group; return their records.
+
+        `batch` is the number of the group in the run, and `turn` (from 0) the turn of its
+        conversations. Entry i of `questions` is what row i answers; row i of `result` is the
+        drafter's answer, and row i of `plain` that of plain decoding, which is None if it was not
+        run. Entry i of `differences` is None if both answers are equal; `differences` is None if
+        they are not compared. `repeated_speeds` has, for each of several repeats, tokens/s of the
+        drafter and of plain decoding.
+        """
+        self.step_limits += [
+            (limits.longest, limits.confidence, rounds) for limits, rounds in result.step_limits
+        ]
+        compared = differences or [None] * len(questions)
+        rows = [
+            DecodedRow(
+                drafter=self.drafter,
+                question_id=question.question_id,
+                category=question.category,
+                turn=turn,
+                prompt_hash=hashlib.sha256(repr(question).encode()).hexdigest()[:16],
+                token_ids=tuple(result.token_ids[index]),
+                text=result.texts[index],
+                finish_reason=result.finish_reasons[index],
+                text_error=failed.text_error if (failed := result.failed_rows.get(index)) else None,
+                logprobs=logprobs and tuple(logprobs),
+                **_rounds(result, index),
+                longest_path=result.longest_path,
+                batch=batch,
+                first_round=int(result.first_round[index]),
+                prefill_s=result.prefill_s,
+                decode_s=result.decode_s,
+                **asdict(result.times[index]),
+                plain_new_tokens=len(plain.token_ids[index]) if plain else None,
+                plain_prefill_s=plain.prefill_s if plain else None,
+                plain_decode_s=plain.decode_s if plain else None,
+                plain_passes=len(plain.passes()[0]) if plain else None,
+                identical=None if differences is None else compared[index] is None,
+                near_ties=compared[index].near_ties if compared[index] else (),
+                repeated_speeds=tuple(repeated_speeds),
+            )
+            for index, (question, logprobs) in enumerate(
+                zip(questions, result.logprobs, strict=True)
+            )
+        ]
+        self.rows += rows
+        return rows
+
+
+@dataclass
+class Clock:
+    """Times of a command, in seconds.
+
+    `begin` is when it started, by `time.perf_counter`. `compile_s` has the seconds of compiling by
+    drafter or `PLAIN`. `first_token_s` is the time from `begin` until the first new token; None
+    before.
+    """
+
+    begin: float = field(default_factory=time.perf_counter)
+    load_s: float = 0.0
+    compile_s: dict[str, float] = field(default_factory=dict)
+    first_token_s: float | None = None
+
+    def compiled(self, name: str, seconds: float) -> None:
+        """Add `seconds` to the time of compiling of the drafter `name`, or of `PLAIN`."""
+        self.compile_s[name] = self.compile_s.get(name, 0.0) + seconds
+
+
+def summary(
+    run: DrafterRun,
+    clock: Clock,
+    *,
+    interrupted: bool = False,
+    refused: str | None = None,
+    memory_bandwidth: float | None = None,
+) -> dict[str, Any]:
+    """Return the summary record of a drafter, JSON-ready, with the fields of `records.RunEnd`.
+
+    `interrupted` says that some prompts were not answered, and `refused` is the error of a turn
+    that could not be decoded. `memory_bandwidth` is what the machine's memory moves in bytes per
+    second.
+    """
+    figures_so_far, expected = run.figures(), run.expected_acceptance()
+    reads = weight_bandwidth(run.header, figures_so_far) if figures_so_far else None
+    return {
+        "drafter": run.drafter,
+        "interrupted": interrupted,
+        "refused": refused,
+        "memory_bandwidth": memory_bandwidth,
+        "plain_weight_bandwidth": reads,
+        "num_rows": len(run.rows),
+        **(figures_so_far.to_dict() if figures_so_far else {}),
+        "expected_acceptance": expected.mean if expected else None,
+        "load_s": clock.load_s,
+        "compile_s": sum(clock.compile_s.get(name, 0.0) for name in (PLAIN, run.drafter)),
+        "first_token_s": clock.first_token_s,
+        "step_limits": run.step_limits,
+        "engines": [run.engines[turn] for turn in sorted(run.engines)],
+    }
+
+
+def tree_record(chosen: FastestTree | RankedTree) -> dict[str, Any]:
+    """Return the record of a chosen tree, JSON-ready, with its predicted speed if known."""
+    if isinstance(chosen, RankedTree):
+        return {"choices": [list(path) for path in chosen.choices]}
+    return {
+        **tree_record(chosen.tree),
+        "expected_tokens_per_round": chosen.tokens_per_round,
+        "expected_round_s": chosen.round_seconds,
+    }
+
+
+def device_name(mesh: Mesh | None = None) -> str:
+    """Return the kind of JAX's first device; for a mesh also its size and shape."""
+    kind = jax.devices()[0].device_kind
+    if mesh is None:
+        return kind
+    sizes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
+    several = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
+    return f"{mesh.size} x {kind} ({sizes}){several}"
+
+
+def _rounds(result: Generation, index: int) -> dict[str, tuple[int, ...]]:
+    """Return the raw counts, by name, of the rounds in which row `index` was active."""
+    active = result.emitted[index] >= 0
+    counts = {
+        "drafted": result.drafted,
+        "accepted": result.accepted,
+        "emitted": result.emitted,
+        "width": result.width,
+        "drafter_index": result.drafter,
+    }
+    return {name: tuple(table[index][active].tolist()) for name, table in counts.items()}
+
+
+def _pooled(turns: Sequence[metrics.ExpectedAcceptance]) -> metrics.ExpectedAcceptance | None:
+    """Return the mean over all nodes of all turns, whose errors are taken as independent."""
+    turns = [turn for turn in turns if turn.num_nodes]
+    if len(turns) < 2:
+        return turns[0] if turns else None
+    nodes = sum(turn.num_nodes for turn in turns)
+
+    def error(name: str) -> float | None:
+        errors = [getattr(turn, name) for turn in turns]
+        if None in errors:
+            return None
+        weighted = [turn.num_nodes * error for turn, error in zip(turns, errors, strict=True)]
+        return float(np.hypot.reduce(weighted)) / nodes
+
+    mean = sum(turn.mean * turn.num_nodes for turn in turns) / nodes
+    return metrics.ExpectedAcceptance(mean, error("standard_error"), error("decision_error"), nodes)

@@ -1,0 +1,1 @@
+"""Decode prompts, and measure drafters: the commands decode and bench."""

@@ -1,0 +1,565 @@
+"""The config of `specjax.decode`: its fields, their checks, and its drafters and prompts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+from jax.sharding import Mesh
+
+from specjax.apps.command_line.mesh_config import (
+    ONE_DEVICE,
+    ONE_PROCESS,
+    DistributedConfig,
+    MeshConfig,
+)
+from specjax.apps.run.built_in_prompts import questions_of
+from specjax.apps.tuning import with_fastest_trees
+from specjax.drafters import (
+    LoadedDrafter,
+    TreeOptions,
+    check_options,
+    divide_options,
+    drafter_options,
+    make_drafter,
+    option_type,
+)
+from specjax.engine.options import (
+    BATCH_SIZE,
+    DRAFT_LENGTH,
+    FIXED,
+    MAX_LENGTH,
+    NUM_PAGES,
+    PAGE_SIZE,
+    RULE_NAME,
+    DecodeOptions,
+    Ladder,
+)
+from specjax.engine.plan import check_pages_on_mesh
+from specjax.engine.requests import CHAT, SEED, Prompt, SamplingParams, encode_prompt
+from specjax.errors import InputError
+from specjax.fields import (
+    DependentFields,
+    Fields,
+    Flag,
+    InputFile,
+    Number,
+    OutputFile,
+    PathOrName,
+    Shared,
+    Text,
+    Use,
+    Whole,
+    described,
+    fields_of,
+    optional,
+    read_values,
+)
+from specjax.files.path_checks import user_path
+from specjax.loading.hub import DEFAULT_MODEL
+from specjax.loading.load import DTYPE, load_draft_model, load_model
+from specjax.loading.model import CACHE_DTYPE, Model
+from specjax.loading.quantize import ACTIVATIONS, WEIGHTS
+from specjax.loading.texts.questions import Question, select
+from specjax.methods.find_head import kind_of_head
+from specjax.methods.options import option_kind, option_meanings
+from specjax.methods.registry import METHODS, parts_of
+from specjax.sampling import RULES, Rule, Typical, derived_seed
+from specjax.trees import FastestTree, RankedTree
+
+_MODELS = tuple(name for name, method in METHODS.items() if method.of_model is not None)
+"""The drafters that may be models of their own, which each device may hold whole."""
+_TURN = "turn"
+"""The purpose of the seeds of a conversation's later turns."""
+_THRESHOLD = optional(Number(0.0, above=True, remedy="use a number above 0"))
+
+
+@dataclass(frozen=True)
+class DraftLengthText:
+    """The field type of draft lengths on a command line: "auto", "fixed", or a whole number."""
+
+    remedy = DRAFT_LENGTH.remedy
+
+    def check(self, name: str, value: Any) -> int | str:
+        """Return `value` as a number, "auto" or "fixed".
+
+        Raises InputError, which names the field `name`, for any other value.
+        """
+        number = re.fullmatch(r"[+-]?\d{1,9}", value) if isinstance(value, str) else None
+        return DRAFT_LENGTH.check(name, int(value) if number else value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _AnyDrafter:
+    """The fields of the section `drafter` beside the options of drafters."""
+
+    name: Annotated[str, Text()] = "ngram"
+    """The drafter: a name of specjax.decode --list, package.module:function, or names joined by +
+    or |; for specjax.decode several, with commas.
+    """
+    path: Annotated[str | None, optional(PathOrName())] = None
+    """The weights of a trained drafter: a head, or for draft_model any model."""
+    replicated: Annotated[bool, Flag()] = False
+    """Whether each device of a mesh holds a whole draft model."""
+
+
+def _drafter_fields(written: Any) -> Fields:
+    """Return the kinds of the section `drafter` if its `name` is `written`.
+
+    They are those of all drafters' options that a text can give, the caller's own drafters in
+    `written` included. A value is checked by the named drafters that take the option, each in its
+    own range; unknown names are refused elsewhere. Raises InputError for an own drafter that cannot
+    be imported.
+    """
+    text = written if isinstance(written, str) else ""
+    named = {part for name in text.split(",") for part in parts_of(name.strip())}
+    own = [name for name in sorted(named) if ":" in name]
+    uses: dict[str, list[Use]] = {}
+    for name in (*METHODS, *own):
+        meanings = option_meanings(name)
+        for option, parameter in drafter_options(name).items():
+            if option_type(parameter) is not None and option != "tree":
+                use = Use(name, option_kind(parameter), meanings[option], parameter.default)
+                uses.setdefault(option, []).append(use)
+    options = {
+        option: Shared(tuple(each), tuple(optional(use.kind) for use in each if use.user in named))
+        for option, each in uses.items()
+    }
+    fields = described(fields_of(_AnyDrafter), _AnyDrafter)
+    return fields | {option: kind for option, kind in options.items() if option not in fields}
+
+
+_DRAFTER = DependentFields("name", _drafter_fields)
+_TREE_KINDS = fields_of(TreeOptions)
+_TREE = described({**_TREE_KINDS, "kind": optional(_TREE_KINDS["kind"])}, TreeOptions)
+_TYPICAL = described({"epsilon": _THRESHOLD, "delta": _THRESHOLD}, Typical)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetFields:
+    """The fields of a config that name the target, and the dtypes of its weights and caches."""
+
+    target: Annotated[str, PathOrName()] = DEFAULT_MODEL
+    """A built-in name, a .gguf file, a Hugging Face directory, or org/name on the hub."""
+    dtype: Annotated[str, DTYPE] = "auto"
+    """The dtype of activations and float weights; auto: float32 on a CPU, bfloat16 elsewhere."""
+    weights: Annotated[str, WEIGHTS] = "auto"
+    """The form of the target's weights: float, int8, int4, or file, as stored in a GGUF file; auto
+    is file if possible.
+    """
+    activations: Annotated[str, ACTIVATIONS] = "auto"
+    """The bits to which products with kernels in few bits round their inputs on one CPU: float, 24,
+    16 or 8; auto is as precise as float32, and with 8 the model is another one.
+    """
+    kv_cache_dtype: Annotated[str, CACHE_DTYPE] = "auto"
+    """The dtype of keys and values in caches; auto: that of activations."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterFields:
+    """The field of a config that says which drafter is used."""
+
+    drafter: Annotated[Mapping[str, Any], _DRAFTER] = field(
+        default_factory=lambda: {"name": "ngram", "replicated": False}
+    )
+    """The drafter and its options. For specjax.decode `name` may list several, as
+    ngram,eagle3,ngram+eagle3, each compared with plain decoding; an option applies to the drafters
+    that accept it. --config.drafter.name=package.module:function --help adds the options of your
+    own.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodingFields(DrafterFields):
+    """The fields of a config that say how an engine decodes."""
+
+    tree: Annotated[Mapping[str, Any], _TREE] = field(default_factory=dict)
+    """Draft a tree instead of a chain: static trees have the same candidate ranks in each round,
+    dynamic trees are chosen in each round, and auto is the static tree that is fastest here
+    (`TreeOptions`). By default each drafter uses its own choice: token_recycling a static tree, all
+    others a chain.
+    """
+
+    num_speculative_tokens: Annotated[int | str, DraftLengthText()] = FIXED
+    """The draft length: fixed, each drafter's own number; a number; or auto, the number that makes
+    decoding fastest by the clock, so that tokens per pass differ from run to run.
+    """
+    num_speculative_tokens_per_batch_size: Annotated[tuple, Ladder()] = ()
+    """((low, high, k), ...): at most k draft tokens while low to high rows are unfinished."""
+    verify: Annotated[str, RULE_NAME] = "rejection"
+    """The rule by which draft tokens are accepted; specjax.decode --list describes them."""
+    typical: Annotated[Mapping[str, Any], _TYPICAL] = field(default_factory=dict)
+    """The thresholds of the rule `typical`, which accepts p(x) > min(epsilon, delta exp(-H(p))); by
+    default 0.09 and 0.3.
+    """
+    batch_size: Annotated[int, BATCH_SIZE] = 1
+    """Rows that decode together. With 1, texts are shown while they are decoded, and prompts are
+    timed one by one.
+    """
+    max_length: Annotated[int | None, optional(MAX_LENGTH)] = None
+    """The maximum number of tokens of a prompt and its output; by default the target's positions.
+    """
+    kv_page_size: Annotated[int | None, optional(PAGE_SIZE)] = None
+    """64, 128 or 256: rows share the pages of a pool, each with so many tokens; by default each row
+    has a cache for its longest text.
+    """
+    num_kv_pages: Annotated[int | None, optional(NUM_PAGES)] = None
+    """The number of pages on all devices; by default as many as all rows can fill."""
+    enable_prefix_caching: Annotated[bool, Flag()] = False
+    """Let requests share the full pages of equal beginnings, which are then read once."""
+    sampling: SamplingParams = SamplingParams()  # noqa: RUF009 - frozen
+    seed: Annotated[int, SEED] = 0
+    """The seed of all draws."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptFields:
+    """The fields of a config that say which prompts are decoded."""
+
+    prompt: Annotated[str | None, optional(Text())] = None
+    """A single prompt."""
+    prompts: Annotated[Path | None, optional(InputFile(pipe=True))] = None
+    """A JSONL file in Spec-Bench's format; without it and `prompt` a few built-in prompts are used.
+    """
+    turns: Literal["first", "all"] = "first"
+    """The turns of each conversation to decode; with all, answers become the history of the next
+    turn.
+    """
+    limit: Annotated[int | None, optional(Whole(1))] = None
+    """The number of prompts to decode, from the first one; by default all."""
+    per_task: Annotated[int | None, optional(Whole(1))] = None
+    """The number of prompts of each task to decode, from the first one; by default all."""
+    chat: Annotated[str, CHAT] = "auto"
+    """Whether prompts go through the chat template; auto: if the tokenizer has one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeFields(DecodingFields, PromptFields, TargetFields):
+    """The fields of a decode config with their defaults; None means that specjax chooses."""
+
+    compare: bool = True
+    """Also decode plainly, to measure the speed-up and to check that the output is the same."""
+    repeats: Annotated[int | None, optional(Whole(1))] = None
+    """How often prompts are decoded plainly and with drafters; the median speed-up is reported, of
+    an even number the lower of the two in the middle. By default three times for a single prompt,
+    if that takes seconds, and once otherwise.
+    """
+    report: Annotated[Path | None, optional(OutputFile())] = None
+    """The file of JSON lines to write; its folder is created."""
+
+    mesh: MeshConfig = ONE_DEVICE
+    """data x model devices: rows are sharded over data, weights and heads over model."""
+    distributed: DistributedConfig = ONE_PROCESS
+    """Several processes: coordinator_address, num_processes, process_id; or cluster=true, which
+    asks the scheduler (Slurm, Kubernetes, TPU pods).
+    """
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """One drafter of a config.
+
+    `path` has its weights, if it needs any, and `options` are the values of the fields in the
+    section `drafter` that this drafter accepts. With `replicated`, each device of a mesh has all
+    its weights.
+    """
+
+    name: str
+    path: str | None
+    options: Mapping[str, Any]
+    replicated: bool
+
+    @property
+    def replays(self) -> bool:
+        """Whether the drafter is made from the output of plain decoding."""
+        return self.name in METHODS and METHODS[self.name].replays
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeConfig(DecodeFields):
+    """A checked config of `specjax.decode`, with its prompts read.
+
+    `questions` are the conversations to decode, `drafters` those that `drafter.name` lists, and
+    `options` the arguments of `generate` that the fields imply.
+    """
+
+    questions: tuple[Question, ...]
+    drafters: tuple[DrafterConfig, ...]
+    options: DecodeOptions
+    written: Mapping[str, Any]
+    """The values of the config file and the command line as they were given, by section."""
+
+    @property
+    def num_turns(self) -> int:
+        """The number of turns of the longest conversation."""
+        if self.turns == "first":
+            return 1
+        return max(len(question.turns) for question in self.questions)
+
+    @property
+    def comparable(self) -> bool:
+        """Whether the output must equal that of plain decoding token by token."""
+        return self.options.verify.position_noise or self.sampling.temperature == 0
+
+    @property
+    def lossy(self) -> bool:
+        """Whether the output distribution differs from the target's."""
+        return not self.options.verify.exact and self.sampling.temperature > 0
+
+    @property
+    def has_expectation(self) -> bool:
+        """Whether the acceptance expected from p and q can be computed: for sampled, compared rows.
+
+        p and q are the distributions of target and drafter; the rule must be `rejection`.
+        """
+        sampled = self.sampling.temperature > 0 and self.options.verify.name == "rejection"
+        return self.compare and sampled
+
+    def written_for(self, drafter: DrafterConfig) -> dict[str, Any]:
+        """Return the config, by section, of a command that would run only one of the drafters."""
+        alone = {"name": drafter.name, "path": drafter.path, "replicated": drafter.replicated}
+        section = {
+            name: alone.get(name, value if name in drafter.options else None)
+            for name, value in self.written["drafter"].items()
+        }
+        tree = self.written["tree"]
+        if "tree" not in drafter.options:
+            tree = dict.fromkeys(tree)
+        return {**self.written, "compare": self.compare, "drafter": section, "tree": tree}
+
+    def turn(self, number: int) -> list[int]:
+        """Return the indices of the questions that have turn `number` (from 0)."""
+        return [i for i, question in enumerate(self.questions) if number < len(question.turns)]
+
+    def prompt_name(self, question_id: int | str, turn: int) -> str:
+        """Return what errors call a turn (from 0) of the question with this id."""
+        name = f"question {question_id}"
+        return f"{name}, turn {turn + 1}" if self.num_turns > 1 else name
+
+    def turn_seeds(self, number: int) -> tuple[int, SamplingParams]:
+        """Return the seed and the sampling parameters with which turn `number` (from 0) is decoded.
+
+        Both contain other seeds in each turn, so that turns do not share random draws.
+        """
+        if number == 0:
+            return self.seed, self.sampling
+        sampling = self.sampling
+        if sampling.seed is not None:
+            sampling = replace(sampling, seed=derived_seed(sampling.seed, _TURN, number))
+        return derived_seed(self.seed, _TURN, number), sampling
+
+
+def read_decode_config(written: Mapping[str, Any]) -> DecodeConfig:
+    """Return the checked config, given the fields of a config file by section.
+
+    Files of prompts are read. Checks that need the model are made later. Raises InputError for an
+    invalid field.
+    """
+    given = read_values(DecodeFields, written)
+    drafters = _drafters(given.drafter, given.tree)
+    compare = given.compare or len(drafters) > 1
+    if given.repeats is not None and given.repeats > 1 and not compare:
+        raise InputError(
+            f"repeats={given.repeats}: compare=false measures no speed-up; leave out one of them"
+        )
+    options = DecodeOptions(
+        num_speculative_tokens=given.num_speculative_tokens,
+        num_speculative_tokens_per_batch_size=given.num_speculative_tokens_per_batch_size,
+        verify=_rule(given.verify, given.typical),
+        batch_size=given.batch_size,
+        max_length=given.max_length,
+        kv_page_size=given.kv_page_size,
+        num_kv_pages=given.num_kv_pages,
+        enable_prefix_caching=given.enable_prefix_caching,
+    )
+    check_pages_on_mesh(given.num_kv_pages, given.mesh.data)
+    return DecodeConfig(
+        **{**vars(given), "compare": compare},
+        questions=tuple(_questions(given)),
+        drafters=drafters,
+        options=options,
+        written=written,
+    )
+
+
+def _rule(name: str, thresholds: Mapping[str, float | None]) -> Rule:
+    """Return the rule with this name; `thresholds` are the section `typical`.
+
+    Raises InputError if another rule has thresholds.
+    """
+    set_thresholds = {option: value for option, value in thresholds.items() if value is not None}
+    if name == Typical.name:
+        return Typical(**set_thresholds)
+    for option, value in set_thresholds.items():
+        raise InputError(
+            f"typical.{option}={value}: verify={name} does not take it; leave it out, or use "
+            f"verify={Typical.name}"
+        )
+    return RULES[name]
+
+
+def _drafters(section: Mapping[str, Any], tree: Mapping[str, Any]) -> tuple[DrafterConfig, ...]:
+    """Return the drafters that the section `drafter` names, each with the options it accepts.
+
+    The section `tree`, unless it is empty, applies to the drafters that accept a tree; otherwise
+    each drafter uses its default tree or chain. Raises InputError for invalid names and options.
+    """
+    options = {name: value for name, value in section.items() if value is not None}
+    written, path = options.pop("name"), options.pop("path", None)
+    replicated = options.pop("replicated")
+    if tree_options := {name: value for name, value in tree.items() if value is not None}:
+        options["tree"] = TreeOptions(**tree_options)
+    names = [name.strip() for name in written.split(",")]
+    for name in names:
+        if not name:
+            raise InputError(f"drafter.name={written!r}: name drafters such as ngram,eagle3")
+        if names.count(name) > 1:
+            raise InputError(f"drafter.name={written!r}: {name} is given twice; name each once")
+    if replicated and not {*_MODELS} & {*names}:
+        none = f"{written} is no" if len(names) == 1 else f"none of {', '.join(names)} is a"
+        raise InputError(f"drafter.replicated=True: {none} {' or '.join(_MODELS)}; leave it out")
+    parts = [(names[0], path, options)]
+    if len(names) > 1:
+        parts = divide_options(names, path, options)
+    return tuple(
+        DrafterConfig(
+            name,
+            part_path,
+            check_options(name, part_path, part_options, supplied=("continuations",)),
+            replicated and name in _MODELS,
+        )
+        for name, part_path, part_options in parts
+    )
+
+
+def load_target(config: TargetFields, mesh: Mesh | None) -> Model:
+    """Return the target of a config, on `mesh` if given; raise InputError if that fails."""
+    return load_model(
+        config.target,
+        dtype=config.dtype,
+        weights=config.weights,
+        activations=config.activations,
+        kv_cache_dtype=config.kv_cache_dtype,
+        mesh=mesh,
+        field="target",
+    )
+
+
+class ConfigDrafter(NamedTuple):
+    """A drafter of a config, and the trees that `tree.kind=auto` chose, by the drafter's parts.
+
+    With greedy decoding, for which acceptance rates are measured, the trees include predicted
+    speeds.
+    """
+
+    loaded: LoadedDrafter
+    trees: Mapping[str, FastestTree | RankedTree]
+
+
+def make_config_drafter(
+    config: DecodeConfig,
+    drafter: DrafterConfig,
+    target: Model,
+    continuations: Sequence[Sequence[int]] | None = None,
+    tell: Callable[[str], Any] = lambda line: None,
+) -> ConfigDrafter:
+    """Return one of a config's drafters, made for a target.
+
+    `continuations` are the output tokens of plain decoding, for a drafter that `replays`. `tell` is
+    called with lines about the choice of a tree by `tree.kind=auto`. Raises InputError.
+    """
+    options, path = dict(drafter.options), drafter.path
+    tree = options.get("tree")
+    if tree is not None and tree.kind == "auto":
+        del options["tree"]
+        if (length := config.options.fixed_draft_length) is not None:
+            raise InputError(
+                f"num_speculative_tokens={length}: tree.kind=auto chooses the longest path; use "
+                "auto or fixed, and tree.depth as a limit"
+            )
+    if drafter.replays:
+        options["continuations"] = [[0]] if continuations is None else continuations
+    if (
+        drafter.name in _MODELS
+        and path is not None
+        and kind_of_head(user_path("drafter.path", path)) is None
+    ):
+        if path == config.target and not drafter.replicated:
+            path = target
+        else:
+            path = load_draft_model(
+                path,
+                target,
+                options.pop("weights", "auto"),
+                dtype=config.dtype,
+                replicated=drafter.replicated,
+                field="drafter.path",
+            )
+    length = config.options.fixed_draft_length
+    made = make_drafter(drafter.name, target, path, num_speculative_tokens=length, **options)
+    if tree is None or tree.kind != "auto":
+        return ConfigDrafter(made, {})
+    prompts = turn_prompts(config, target, 0, {})
+    lengths = [
+        len(encode_prompt(target, prompt, f"prompts[{number}]"))
+        for number, prompt in enumerate(prompts)
+    ]
+    made, fastest_trees = with_fastest_trees(
+        target,
+        made,
+        tree,
+        path=drafter.path,
+        batch_size=min(config.options.batch_size, len(prompts)),
+        # The length of the longest row when half of its answer is decoded.
+        context=max(lengths) + config.sampling.max_new_tokens // 2,
+        tell=tell,
+    )
+    greedy = config.sampling.temperature == 0
+    trees = {name: fastest if greedy else fastest.tree for name, fastest in fastest_trees.items()}
+    for name, chosen in trees.items():
+        tell(f"{name}: tree.kind=auto: {chosen}")
+    return ConfigDrafter(made, trees)
+
+
+def turn_prompts(
+    config: DecodeConfig, target: Model, turn: int, answers: Mapping[int, Sequence[str]]
+) -> list[Prompt]:
+    """Return the prompts of turn `turn` (from 0).
+
+    `answers` are the texts of the earlier turns, by question index. Raises InputError if a chat
+    template is required and the model has none.
+    """
+    has_template = target.tokenizer is not None and target.tokenizer.chat_template is not None
+    chat = has_template if config.chat == "auto" else config.chat == "true"
+    if config.turns == "all" and not chat:
+        raise InputError(
+            "turns='all' needs a chat template: use turns=first"
+            + (" or chat=auto" if has_template else f", since {target.name} has none")
+        )
+    prompts: list[Prompt] = []
+    for index in config.turn(turn):
+        user_turns = config.questions[index].turns[: turn + 1]
+        if not chat:
+            prompts.append(user_turns[0])
+            continue
+        messages = []
+        for number, text in enumerate(user_turns):
+            messages.append({"role": "user", "content": text})
+            if number < turn:
+                messages.append({"role": "assistant", "content": answers[index][number]})
+        prompts.append(messages)
+    return prompts
+
+
+def _questions(given: DecodeFields) -> Sequence[Question]:
+    """Return the questions of a config's prompt or prompt file, or the built-in ones."""
+    if given.prompt is None:
+        return select(questions_of(given.prompts), given.limit, given.per_task)
+    if given.prompts is not None:
+        raise InputError(
+            f"prompts={str(given.prompts)!r}: prompt is given too; leave one of the two out"
+        )
+    return [Question(0, "", (given.prompt,))]

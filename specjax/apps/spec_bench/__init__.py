@@ -1,0 +1,1 @@
+"""Drafters compared as Spec-Bench does: the command spec_bench."""
