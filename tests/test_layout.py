@@ -20,8 +20,9 @@ ORDER = [
     "train.methods train.pretraining",
     "train.experts",
     "train.data",
-    "specjax.__main__ specjax.decode specjax.bench specjax.spec_bench specjax.report specjax.export "
-    "specjax.corpus_index specjax.serve specjax.doctor specjax.tuning specjax.diagnosis",
+    "specjax.__main__ specjax.decode specjax.bench specjax.spec_bench specjax.report "
+    "specjax.export specjax.corpus_index specjax.serve specjax.doctor specjax.tuning "
+    "specjax.diagnosis",
     "specjax.apps.serve specjax.apps.spec_bench specjax.apps.export specjax.apps.corpus_index",
     "specjax.apps.doctor specjax.apps.report",
     "specjax.apps.playground",

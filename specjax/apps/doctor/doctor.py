@@ -22,8 +22,8 @@ from rich.console import Console
 from specjax.apps.command_line import command
 from specjax.apps.command_line.config_file import config_of
 from specjax.apps.command_line.console import Screen
-from specjax.apps.doctor import diagnose
 from specjax.apps.doctor.declared import check_files
+from specjax.apps.doctor.diagnose import diagnose
 from specjax.apps.run.decode_config import (
     DecodeConfig,
     DecodeFields,

@@ -8,7 +8,7 @@ ways. A task's speeds cover batches of this task only, since tasks in one batch 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
@@ -18,6 +18,7 @@ from scipy.special import stdtrit
 from specjax import metrics
 from specjax.apps.rows.records import DecodedRow, Run
 from specjax.core.none import PLAIN_DECODING
+from specjax.engine.statistics import Statistics
 
 OVERALL = "overall"
 FEW = 5

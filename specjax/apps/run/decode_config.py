@@ -17,7 +17,7 @@ from specjax.apps.command_line.mesh_config import (
     MeshConfig,
 )
 from specjax.apps.run.built_in_prompts import questions_of
-from specjax.apps.tuning import with_fastest_trees
+from specjax.apps.tuning.choose_tree import with_fastest_trees
 from specjax.drafters import (
     LoadedDrafter,
     TreeOptions,
