@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.apps.doctor import changes, diagnose
+from specjax.apps.doctor import changes
+from specjax.apps.doctor.diagnose import diagnose
 from specjax.drafters import make_drafter
 from specjax.loading.load import load_model
 from specjax.methods.block.head import BlockHead

@@ -17,9 +17,10 @@ from bad_input import refused, refused_command
 from conftest import slow, tiny_config
 from tiny_models import block_head, eagle_head, medusa_head, mtp_head
 
-from specjax.apps.doctor import changes, diagnose, doctor
+from specjax.apps.doctor import changes, doctor
 from specjax.apps.doctor.answers import read_answers
 from specjax.apps.doctor.declared import check_files
+from specjax.apps.doctor.diagnose import diagnose
 from specjax.apps.doctor.teacher_forced import (
     UNLIMITED,
     Reading,
