@@ -4,13 +4,13 @@
 """
 
 from specjax.apps.command_line.config_file import config_of
-from specjax.apps.doctor.doctor import DoctorFields
+from specjax.apps.doctor.doctor import DoctorConfig
 
 
 def get_config(size=""):
     if size:
         raise ValueError(f"size {size!r} is unknown: leave it out")
-    config = config_of(DoctorFields)
+    config = config_of(DoctorConfig)
     config.target = "smollm2-135m-instruct"
     config.drafter.name = "eagle3"
     return config

@@ -4,12 +4,12 @@
 """
 
 from specjax.apps.command_line.config_file import config_of
-from specjax.apps.spec_bench.config import SpecBenchFields
+from specjax.apps.spec_bench.config import SpecBenchConfig
 
 
 def get_config(size=""):
     if size:
         raise ValueError(f"size {size!r} is unknown: leave it out")
-    config = config_of(SpecBenchFields)
+    config = config_of(SpecBenchConfig)
     config.target = "smollm2-135m-instruct"
     return config

@@ -364,8 +364,15 @@ class OptionalSection:
 class Inline:
     """A mark on a nested dataclass: its fields appear among the outer fields, not in a section.
 
-    For example `batches: Annotated[BatchConfig, Inline()]`.
+    For example `batches: Annotated[BatchConfig, Inline()]`. `defaults` replace defaults of the
+    nested dataclass by name, and the fields `without` cannot be set.
     """
+
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    without: tuple[str, ...] = ()
+
+
+_INLINE = Inline()
 
 
 def _plain(value: Any) -> Any:
@@ -518,8 +525,9 @@ def fields_of(source: type) -> dict[str, Any]:
     """
     kinds: dict[str, Any] = {}
     for name, hint in _hints(source).items():
-        if is_inline(hint):
-            kinds |= fields_of(dataclass_in(hint))
+        if (inline := inline_in(hint)) is not None:
+            inside = fields_of(dataclass_in(hint))
+            kinds |= {key: kind for key, kind in inside.items() if key not in inline.without}
         elif (kind := kind_of(hint)) is not None:
             kinds[name] = kind
     return kinds
@@ -530,11 +538,10 @@ def _hints(source: type) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(source)}
 
 
-def is_inline(hint: Any) -> bool:
-    """Return whether a type annotation has the form `Annotated[D, Inline()]`."""
-    return get_origin(hint) is Annotated and any(
-        isinstance(mark, Inline) for mark in get_args(hint)
-    )
+def inline_in(hint: Any) -> Inline | None:
+    """Return the mark `Inline` of a type annotation `Annotated[D, Inline()]`, None of others."""
+    marks = get_args(hint) if get_origin(hint) is Annotated else ()
+    return next((mark for mark in marks if isinstance(mark, Inline)), None)
 
 
 def dataclass_in(hint: Any) -> Any:
@@ -544,7 +551,7 @@ def dataclass_in(hint: Any) -> Any:
     """
     if dataclasses.is_dataclass(hint):
         return hint
-    if is_inline(hint):
+    if inline_in(hint) is not None:
         return get_args(hint)[0]
     if get_origin(hint) in (Union, types.UnionType):
         inside = [member for member in get_args(hint) if member is not types.NoneType]
@@ -574,17 +581,22 @@ def read_values(
     return instance
 
 
-def _made(source: type, checked: Mapping[str, Any], problems: Problems) -> Any:
+def _made(
+    source: type, checked: Mapping[str, Any], problems: Problems, inline: Inline = _INLINE
+) -> Any:
     """Return an instance of the dataclass `source`, or _ABSENT if some value of it is missing.
 
-    `checked` maps the names of the valid fields to their values. Errors from constructors are added
-    to `problems`.
+    `checked` maps the names of the valid fields to their values, and `inline` says which fields
+    are not among them. Errors from constructors are added to `problems`.
     """
     arguments: dict[str, Any] = {}
     for name, hint in _hints(source).items():
         section = dataclass_in(hint)
-        if is_inline(hint):
-            arguments[name] = _made(section, checked, problems)
+        if name in inline.without:
+            if name in inline.defaults:
+                arguments[name] = inline.defaults[name]
+        elif (mark := inline_in(hint)) is not None:
+            arguments[name] = _made(section, checked, problems, mark)
         elif section is not None and name in checked:
             arguments[name] = _made(section, checked[name], problems)
         elif section is not None and section is not hint:

@@ -23,11 +23,11 @@ from specjax.apps.command_line.flags import Listed
 from specjax.apps.doctor import doctor
 from specjax.apps.report import report
 from specjax.apps.run import bench, decode, decode_config
-from specjax.apps.run.decode_config import DecodeFields
+from specjax.apps.run.decode_config import DecodeConfig
 from specjax.apps.serve import serve
-from specjax.apps.serve.serve_config import ServeFields
+from specjax.apps.serve.serve_config import ServeConfig
 from specjax.apps.spec_bench import command as spec_bench
-from specjax.apps.spec_bench.config import SpecBenchFields
+from specjax.apps.spec_bench.config import SpecBenchConfig
 from specjax.engine import options
 from specjax.fields import Kind, fields_of
 from specjax.loading.texts import documents
@@ -54,11 +54,11 @@ from train.run.config import TrainingConfig
 CONFIGS = Path("configs").absolute()
 # A command's entry point, the kinds of its fields, and its config file.
 COMMANDS = {
-    "specjax.decode": (decode.main, fields_of(DecodeFields), "decode_smollm2.py"),
-    "specjax.doctor": (doctor.main, fields_of(doctor.DoctorFields), "doctor_smollm2.py"),
-    "specjax.serve": (serve.main, fields_of(ServeFields), "serve_smollm2.py"),
+    "specjax.decode": (decode.main, fields_of(DecodeConfig), "decode_smollm2.py"),
+    "specjax.doctor": (doctor.main, fields_of(doctor.DoctorConfig), "doctor_smollm2.py"),
+    "specjax.serve": (serve.main, fields_of(ServeConfig), "serve_smollm2.py"),
     "specjax.bench": (bench.main, fields_of(bench.BenchConfig), "bench_smollm2.py"),
-    "specjax.spec_bench": (spec_bench.main, fields_of(SpecBenchFields), "spec_bench.py"),
+    "specjax.spec_bench": (spec_bench.main, fields_of(SpecBenchConfig), "spec_bench.py"),
     "train.generate": (generate.main, fields_of(answers.AnswersConfig), "generate_smollm2.py"),
     "train.corpus": (corpus.main, fields_of(CorpusConfig), "corpus.py"),
     "train.medusa": (medusa.main, fields_of(medusa.Config), "train_medusa2.py"),

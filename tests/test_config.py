@@ -10,9 +10,9 @@ from specjax.apps.command_line import command
 from specjax.apps.command_line.config_file import packaged_configs, read_config
 from specjax.apps.doctor import doctor
 from specjax.apps.run import bench, decode
-from specjax.apps.run.decode_config import read_decode_config, turn_prompts
+from specjax.apps.run.decode_config import read_decode_config
 from specjax.apps.serve import serve
-from specjax.apps.serve.serve_config import ServeFields
+from specjax.apps.serve.serve_config import ServeConfig
 from specjax.controllers import Fixed
 from specjax.drafters import DRAFTERS, drafter_options, option_type
 from specjax.engine.options import DecodeOptions
@@ -162,7 +162,7 @@ def test_one_line_and_exit_code(capsys):
     def fails(config) -> int:
         raise InputError("a\nb")
 
-    options = dict(default=DEFAULT, read=read_decode_config, source=decode.DecodeFields)
+    options = dict(default=DEFAULT, read=read_decode_config, source=decode.DecodeConfig)
     assert command.run_config(fails, [], **options) == 2
     assert capsys.readouterr().err == "error: a b\n"
 
@@ -232,7 +232,7 @@ def own(target, path=None, *, start: Annotated[int, Whole(1, 9)] = 1, window: fl
 OWN = "test_config:own"
 
 
-@pytest.mark.parametrize("source", [decode.DecodeFields, doctor.DoctorFields, ServeFields])
+@pytest.mark.parametrize("source", [decode.DecodeConfig, doctor.DoctorConfig, ServeConfig])
 def test_the_options_of_an_own_drafter_are_fields(source, tmp_path):
     given = [f"--config.drafter.name={OWN}", "--config.drafter.start=2"]
     given += ["--config.drafter.window=0.25", "--config.drafter.k=(1, 2)"]
@@ -245,9 +245,9 @@ def test_the_options_of_an_own_drafter_are_fields(source, tmp_path):
     path = tmp_path / "own.py"
     path.write_text(
         "from specjax.apps.command_line.config_file import config_of\n"
-        "from specjax.apps.run.decode_config import DecodeFields\n"
+        "from specjax.apps.run.decode_config import DecodeConfig\n"
         "def get_config():\n"
-        "    config = config_of(DecodeFields)\n"
+        "    config = config_of(DecodeConfig)\n"
         f"    config.drafter.name = {OWN!r}\n"
         "    config.drafter.start = 3\n"
         "    return config\n"
@@ -260,7 +260,7 @@ def test_the_options_of_an_own_drafter_are_fields(source, tmp_path):
 def decode_drafters(name, *options):
     """The drafters of a command line, as (name, options)."""
     argv = [f"--config.drafter.name={name}", *(f"--config.drafter.{each}" for each in options)]
-    config = read_config(argv, DEFAULT, decode.DecodeFields).to_dict()
+    config = read_config(argv, DEFAULT, decode.DecodeConfig).to_dict()
     return [(each.name, each.options) for each in read_decode_config(config).drafters]
 
 
@@ -337,7 +337,7 @@ def test_later_turns_draw_anew():
 
 
 def test_answers_become_history(chatty):
-    prompts = turn_prompts(job(turns="all"), chatty, 1, {0: ["x"], 1: ["y"]})
+    prompts = job(turns="all").turn_prompts(chatty, 1, {0: ["x"], 1: ["y"]})
     assert prompts == [
         [
             {"role": "user", "content": "a"},
@@ -349,11 +349,11 @@ def test_answers_become_history(chatty):
 
 def test_turn_taking_need_a_chat_template(chatty, tiny):
     with pytest.raises(InputError, match="turns='all' needs a chat template"):
-        turn_prompts(job(turns="all"), tiny, 0, {})
+        job(turns="all").turn_prompts(tiny, 0, {})
     with pytest.raises(InputError, match="chat=auto"):
-        turn_prompts(job(turns="all", chat="false"), chatty, 0, {})
-    assert turn_prompts(job(chat="false"), chatty, 0, {}) == ["a", "c"]
-    assert turn_prompts(job(), tiny, 0, {}) == ["a", "c"]
+        job(turns="all", chat="false").turn_prompts(chatty, 0, {})
+    assert job(chat="false").turn_prompts(chatty, 0, {}) == ["a", "c"]
+    assert job().turn_prompts(tiny, 0, {}) == ["a", "c"]
 
 
 @pytest.mark.parametrize("verify", ["rejection", "block", "coupled"])

@@ -11,16 +11,16 @@ from urllib.parse import urlsplit
 import pytest
 
 from specjax.apps.serve import playground_api, playground_engines
-from specjax.apps.serve.serve_config import ServeFields
+from specjax.apps.serve.serve_config import ServeConfig
 from specjax.apps.serve.server import served
 from specjax.controllers import Fixed
 from specjax.engine.engine import Engine
 
 MESSAGES = [{"role": "user", "content": "abc ab abc ab"}]
-OPTIONS = ServeFields(
+OPTIONS = ServeConfig(
     target="toy",
     port=0,
-    sampling=dataclasses.replace(ServeFields().sampling, max_new_tokens=8),
+    sampling=dataclasses.replace(ServeConfig().sampling, max_new_tokens=8),
 )
 
 

@@ -24,7 +24,7 @@ from test_paged_engine import assert_nothing_is_held, paged
 from specjax.apps.serve import serve
 from specjax.apps.serve import server as server_module
 from specjax.apps.serve.engine_thread import warm_up
-from specjax.apps.serve.serve_config import ServeFields
+from specjax.apps.serve.serve_config import ServeConfig
 from specjax.apps.serve.server import served
 from specjax.engine.engine import Engine
 from specjax.loading.load import save_model
@@ -34,13 +34,13 @@ MESSAGES = [{"role": "user", "content": PROMPT}]
 LENGTH = 128
 
 
-OPTIONS = ServeFields(
+OPTIONS = ServeConfig(
     target="toy",
     port=0,
     max_waiting=60,
     max_body_bytes=20_000,
     shutdown_s=20.0,
-    sampling=dataclasses.replace(ServeFields().sampling, max_new_tokens=8, logprobs=True),
+    sampling=dataclasses.replace(ServeConfig().sampling, max_new_tokens=8, logprobs=True),
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any
@@ -42,6 +43,8 @@ EXACT_RULE_NAME = Choice(tuple(name for name, rule in sampling.RULES.items() if 
 class RuleField:
     """The field type of verification rules, which accepts a rule or its name."""
 
+    remedy = f"use {', '.join(sampling.RULES)}"
+
     def check(self, name: str, value: Any) -> sampling.Rule:
         """Return `value` as a rule.
 
@@ -56,10 +59,29 @@ class RuleField:
 
 
 RULE = RuleField()
-DRAFT_LENGTH = Either(
-    (Choice((AUTO, FIXED)), DRAFT_TOKENS),
-    remedy=f'{DRAFT_TOKENS.remedy}, "fixed" or "auto"',
-)
+
+
+@dataclass(frozen=True)
+class DraftLengthField:
+    """The field type of draft lengths: "auto", "fixed", or a whole number, also as a text."""
+
+    remedy = f'{DRAFT_TOKENS.remedy}, "fixed" or "auto"'
+
+    def check(self, name: str, value: Any) -> int | str:
+        """Return `value` as a number, "auto" or "fixed".
+
+        Raises InputError, which names the field `name`, for any other value.
+        """
+        if isinstance(value, str) and value in (AUTO, FIXED):
+            return value
+        number = re.fullmatch(r"[+-]?\d{1,9}", value) if isinstance(value, str) else None
+        try:
+            return DRAFT_TOKENS.check(name, int(value) if number else value)
+        except InputError:
+            raise InputError(f"{name}={shown(value)}: {self.remedy}") from None
+
+
+DRAFT_LENGTH = DraftLengthField()
 BATCH_SIZE = Whole(1)
 ROUNDS_PER_STEP = Whole(1, 10_000)
 _SLOTS_PER_REFILL = 16
@@ -154,7 +176,7 @@ class DecodeOptions:
     """The most tokens of a row's prompt plus output; by default the target's maximum number of
     positions, and at most 2048 in an engine.
     """
-    controller: Annotated[Controller | None, optional(CONTROLLER)] = None
+    controller: Controller | None = None
     """A controller of draft lengths, of `specjax.controllers` or your own;
     `Recorded(result.step_limits)` repeats the lengths of a run.
     """
@@ -186,6 +208,7 @@ class DecodeOptions:
 
     def __post_init__(self) -> None:
         check_instance(self, "")
+        optional(CONTROLLER).check("controller", self.controller)
         by_batch = self.num_speculative_tokens_per_batch_size
         if by_batch and self.num_speculative_tokens == AUTO:
             raise InputError(

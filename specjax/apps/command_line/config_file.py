@@ -33,7 +33,10 @@ from specjax.fields import (
     Shared,
     Unchecked,
     Whole,
+    dataclass_in,
     fields_of,
+    inline_in,
+    type_hints,
 )
 from specjax.files import path_checks
 
@@ -149,11 +152,21 @@ def config_of(source: type) -> ml_collections.ConfigDict:
     A field whose default is a dataclass or a dict becomes a section. A dict's annotation has the
     kinds of the section's fields.
     """
+    return _config(fields_of(source), _defaults(source))
+
+
+def _defaults(source: type) -> dict[str, Any]:
+    """Return the defaults of a dataclass's fields, those of inline dataclasses among them."""
     defaults: dict[str, Any] = {}
+    hints = type_hints(source)
     for field in dataclasses.fields(source):
+        if (inline := inline_in(hints[field.name])) is not None:
+            inside = {**_defaults(dataclass_in(hints[field.name])), **inline.defaults}
+            defaults |= {key: inside[key] for key in inside.keys() - {*inline.without}}
+            continue
         factory = field.default_factory is not dataclasses.MISSING
         defaults[field.name] = field.default_factory() if factory else field.default
-    return _config(fields_of(source), defaults)
+    return defaults
 
 
 def _config(kinds: Fields, values: Mapping[str, Any]) -> ml_collections.ConfigDict:

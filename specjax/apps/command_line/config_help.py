@@ -28,7 +28,7 @@ from specjax.fields import (
     dataclass_in,
     field_meanings,
     fields_of,
-    is_inline,
+    inline_in,
     type_hints,
 )
 
@@ -122,7 +122,7 @@ def _meanings(source: type, prefix: str = "") -> Iterator[tuple[str, str]]:
             text = (inspect.getdoc(section) or "").partition(FIELDS)[0]
             yield name, " ".join(text.split()).partition(" Raises ")[0]
         if section is not None:
-            yield from _meanings(section, prefix if is_inline(hint) else f"{name}.")
+            yield from _meanings(section, f"{name}." if inline_in(hint) is None else prefix)
 
 
 def _kind(kinds: Any, name: str) -> Any:

@@ -20,28 +20,22 @@ import jax
 from rich.console import Console
 
 from specjax.apps.command_line import command
-from specjax.apps.command_line.config_file import config_of
 from specjax.apps.command_line.console import Screen
 from specjax.apps.doctor.declared import check_files
 from specjax.apps.doctor.diagnose import diagnose
 from specjax.apps.run.decode_config import (
-    DecodeConfig,
-    DecodeFields,
     DrafterConfig,
     DrafterFields,
     PromptFields,
-    TargetFields,
     load_target,
     make_config_drafter,
-    read_decode_config,
-    turn_prompts,
 )
 from specjax.core.none import PLAIN_DECODING
 from specjax.drafters import TRAINED, LoadedDrafter
-from specjax.engine.options import BATCH_SIZE, FIXED
-from specjax.engine.requests import SEED, SamplingParams
+from specjax.engine.options import AUTO, DecodeOptions
+from specjax.engine.requests import SamplingParams
 from specjax.errors import InputError
-from specjax.fields import Whole, optional, read_values
+from specjax.fields import Inline, read_values
 from specjax.loading.model import Model
 from specjax.models.layers.quantized import QuantizedKernel
 
@@ -50,27 +44,35 @@ FOUND = 1
 """Exit code if a fault lowers acceptance."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class DoctorFields(DrafterFields, PromptFields, TargetFields):
-    """The fields of a doctor config with their defaults; None means that specjax chooses."""
+_SETTABLE = ("num_speculative_tokens", "batch_size", "seed")
+_OTHERS = tuple(field.name for field in fields(DecodeOptions) if field.name not in _SETTABLE)
 
-    num_speculative_tokens: Annotated[int | None, optional(Whole(1, 1024))] = None
-    """The length of drafts; by default the drafter's own."""
-    batch_size: Annotated[int, BATCH_SIZE] = 8
-    """Rows that decode together."""
-    sampling: SamplingParams = SamplingParams(max_new_tokens=64)  # noqa: RUF009 - frozen
-    """The sampling parameters of the answers. Overlaps are computed at their temperature, or at 1
-    if that is 0.
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorConfig(DrafterFields, PromptFields):
+    """The config of `specjax.doctor`; None means that specjax chooses.
+
+    Overlaps are computed at the temperature of `sampling`, or at 1 if that is 0. Raises InputError
+    for what cannot be examined.
     """
-    seed: Annotated[int, SEED] = 0
-    """The seed of all draws."""
 
+    options: Annotated[DecodeOptions, Inline(without=_OTHERS)] = DecodeOptions()  # noqa: RUF009
+    sampling: SamplingParams = SamplingParams(max_new_tokens=64)  # noqa: RUF009 - frozen
 
-@dataclass(frozen=True, kw_only=True)
-class DoctorConfig(DoctorFields):
-    """A checked config of `specjax.doctor`; `decoding` is a decode config with the same fields."""
-
-    decoding: DecodeConfig
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        name = self.drafter["name"]
+        if len(self.drafters) > 1 or set(name) & set("+|"):
+            raise InputError(f"drafter.name={name!r}: one drafter is examined at a time; name one")
+        if name == PLAIN_DECODING or self.drafters[0].replays:
+            raise InputError(f"drafter.name={name!r}: has nothing to examine; name a drafter")
+        if self.turns != "first":
+            raise InputError(f"turns={self.turns!r}: first turns are examined; leave it out")
+        if (length := self.options.num_speculative_tokens) in (AUTO, 0):
+            raise InputError(
+                f"num_speculative_tokens={length!r}: drafts of one length are examined; use a "
+                "number of at least 1, or fixed"
+            )
 
 
 def read_doctor_config(written: Mapping[str, Any]) -> DoctorConfig:
@@ -78,25 +80,7 @@ def read_doctor_config(written: Mapping[str, Any]) -> DoctorConfig:
 
     Checks that need the model are made later. Raises InputError for an invalid field.
     """
-    given = read_values(DoctorFields, written)
-    shared = {field.name for field in fields(DecodeFields)} & written.keys()
-    length = FIXED if given.num_speculative_tokens is None else given.num_speculative_tokens
-    decoding = read_decode_config(
-        {
-            **config_of(DecodeFields).to_dict(),
-            **{name: written[name] for name in shared},
-            "num_speculative_tokens": length,
-            "compare": False,
-        }
-    )
-    name = written["drafter"]["name"]
-    if len(decoding.drafters) > 1 or set(name) & set("+|"):
-        raise InputError(f"drafter.name={name!r}: one drafter is examined at a time; name one")
-    if name == PLAIN_DECODING or decoding.drafters[0].replays:
-        raise InputError(f"drafter.name={name!r}: has nothing to examine; name a drafter")
-    if given.turns != "first":
-        raise InputError(f"turns={given.turns!r}: first turns are examined; leave it out")
-    return DoctorConfig(**vars(given), decoding=decoding)
+    return read_values(DoctorConfig, written).with_questions()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -107,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=CONFIG,
         read=read_doctor_config,
         documentation=__doc__,
-        source=DoctorFields,
+        source=DoctorConfig,
         flags={"verbose": "show each change and its acceptance"},
     )
 
@@ -117,21 +101,21 @@ def examine(config: DoctorConfig, *, verbose: bool = False) -> int:
 
     With `verbose` every change and its effect is shown. Raises InputError.
     """
-    (drafter,) = config.decoding.drafters
+    (drafter,) = config.drafters
     declared = check_files(drafter.name, drafter.path, config.target)
     screen = Screen(Console(width=None if sys.stdout.isatty() else 140))
     with screen.working(f"loading {config.target} and {drafter.name}"):
-        model, loaded = _load(config.decoding, drafter)
-    with screen.working(f"decoding {len(config.decoding.questions)} prompt(s)") as note:
+        model, loaded = _load(config, drafter)
+    with screen.working(f"decoding {len(config.questions)} prompt(s)") as note:
         result = diagnose(
             model,
             loaded,
-            turn_prompts(config.decoding, model, 0, {}),
+            config.turn_prompts(model, 0),
             sampling=config.sampling,
-            batch_size=config.batch_size,
-            seed=config.seed,
-            other_prompts=_other_prompts(config.decoding, model),
-            in_float32=_in_float32(config.decoding, drafter, model, loaded),
+            batch_size=config.options.batch_size,
+            seed=config.options.seed,
+            other_prompts=_other_prompts(config, model),
+            in_float32=_in_float32(config, drafter, model, loaded),
             tell=screen.say if verbose else note,
         )
     result = replace(result, notes=(*declared, *result.notes))
@@ -140,13 +124,13 @@ def examine(config: DoctorConfig, *, verbose: bool = False) -> int:
     return FOUND if result.findings else 0
 
 
-def _load(config: DecodeConfig, drafter: DrafterConfig) -> tuple[Model, LoadedDrafter]:
+def _load(config: DoctorConfig, drafter: DrafterConfig) -> tuple[Model, LoadedDrafter]:
     """Return a config's target and one of its drafters."""
     model = load_target(config, None)
     return model, make_config_drafter(config, drafter, model).loaded
 
 
-def _other_prompts(config: DecodeConfig, model: Model) -> dict[str, Any]:
+def _other_prompts(config: DoctorConfig, model: Model) -> dict[str, Any]:
     """Return the prompts with the chat template if the config uses none, or without it.
 
     They are in a dict by the config override that gives them, which is empty for a model without a
@@ -155,11 +139,11 @@ def _other_prompts(config: DecodeConfig, model: Model) -> dict[str, Any]:
     if model.tokenizer is None or model.tokenizer.chat_template is None:
         return {}
     other = "true" if config.chat == "false" else "false"
-    return {f"chat={other}": turn_prompts(replace(config, chat=other), model, 0, {})}
+    return {f"chat={other}": replace(config, chat=other).turn_prompts(model, 0)}
 
 
 def _in_float32(
-    config: DecodeConfig, drafter: DrafterConfig, model: Model, loaded: LoadedDrafter
+    config: DoctorConfig, drafter: DrafterConfig, model: Model, loaded: LoadedDrafter
 ) -> Callable[[], tuple[Model, LoadedDrafter]] | None:
     """Return a function that loads target and drafter in float32, or None if they already are."""
     leaves = jax.tree.leaves(

@@ -12,12 +12,9 @@ from specjax.apps.command_line.mesh_config import (
     DistributedConfig,
     MeshConfig,
 )
+from specjax.apps.run.decode_config import TargetFields
 from specjax.engine.options import DRAFT_LENGTH, FIXED
-from specjax.fields import InputFile, Items, Number, OutputFile, PathOrName, Text, Whole, optional
-from specjax.loading.hub import DEFAULT_MODEL
-from specjax.loading.load import DTYPE
-from specjax.loading.model import CACHE_DTYPE
-from specjax.loading.quantize import ACTIVATIONS, WEIGHTS
+from specjax.fields import InputFile, Items, Number, OutputFile, Text, Whole, optional
 
 _SIZES = Items(Whole(1), least=1, remedy="use whole numbers of at least 1, such as (1, 4)")
 _DRAFTERS = Items(Text(), remedy="use names of drafters, such as ('ngram', 'ngram+eagle3')")
@@ -25,20 +22,9 @@ _LENGTHS = Items(DRAFT_LENGTH, least=1, remedy="use 'fixed', 'auto' or numbers, 
 _TEMPERATURES = Items(Number(0.0), least=1, remedy="use numbers of at least 0, such as (0.0, 1.0)")
 
 
-@dataclass(frozen=True)
-class BenchConfig:
+@dataclass(frozen=True, kw_only=True)
+class BenchConfig(TargetFields):
     """The fields of `specjax.bench`'s config, with their defaults."""
-
-    target: Annotated[str, PathOrName()] = DEFAULT_MODEL
-    """A built-in name, a .gguf file, a Hugging Face directory, or org/name on the hub."""
-    dtype: Annotated[str, DTYPE] = "auto"
-    """The dtype of activations and float weights; auto: float32 on a CPU, bfloat16 elsewhere."""
-    weights: Annotated[str, WEIGHTS] = "auto"
-    """The form of the target's weights, as in a decode config."""
-    activations: Annotated[str, ACTIVATIONS] = "auto"
-    """The bits to which products round activations, as in a decode config."""
-    kv_cache_dtype: Annotated[str, CACHE_DTYPE] = "auto"
-    """The dtype of keys and values in caches; auto: that of activations."""
 
     widths: Annotated[tuple[int, ...], _SIZES] = (1, 2, 4, 8, 16, 32)
     """The numbers of tokens per row of the passes that are timed, T(width)."""

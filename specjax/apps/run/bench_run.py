@@ -19,6 +19,7 @@ from specjax.apps.rows.report_file import ReportFile
 from specjax.apps.rows.statistics import noise_remark
 from specjax.apps.run.bench_config import BenchConfig
 from specjax.apps.run.built_in_prompts import questions_of
+from specjax.apps.run.decode_config import load_target
 from specjax.apps.run.measure_speedups import Speedup, measure_speedups
 from specjax.apps.tuning import measure_costs
 from specjax.apps.tuning.weight_bandwidth import memory_bandwidth, pass_bytes
@@ -27,7 +28,6 @@ from specjax.distributed import processes
 from specjax.drafters import make_drafter
 from specjax.engine.options import AUTO
 from specjax.engine.requests import encode_prompt
-from specjax.loading.load import load_model
 from specjax.loading.model import Model
 from specjax.loading.texts.questions import Question, spread
 
@@ -83,15 +83,7 @@ def measure_all(
     """
 
     def load() -> tuple[Model, Sequence[Question]]:
-        model = load_model(
-            config.target,
-            dtype=config.dtype,
-            weights=config.weights,
-            activations=config.activations,
-            kv_cache_dtype=config.kv_cache_dtype,
-            mesh=mesh,
-            field="target",
-        )
+        model = load_target(config, mesh)
         for name in config.drafters:
             make_drafter(name, model)  # raises InputError before the long work
         return model, questions_of(config.prompts)

@@ -42,7 +42,6 @@ from specjax.apps.rows.statistics import Figures
 from specjax.apps.run.decode_config import (
     ConfigDrafter,
     DecodeConfig,
-    DecodeFields,
     DrafterConfig,
     load_target,
     make_config_drafter,
@@ -82,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=CONFIG,
         read=read_decode_config,
         documentation=__doc__,
-        source=DecodeFields,
+        source=DecodeConfig,
         flags={
             "verbose": "show all numbers, which docs/reports.md explains",
             "list": "print drafters with their options, rules and sampling fields",

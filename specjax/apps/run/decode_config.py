@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import re
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from jax.sharding import Mesh
 
@@ -27,24 +28,15 @@ from specjax.drafters import (
     make_drafter,
     option_type,
 )
-from specjax.engine.options import (
-    BATCH_SIZE,
-    DRAFT_LENGTH,
-    FIXED,
-    MAX_LENGTH,
-    NUM_PAGES,
-    PAGE_SIZE,
-    RULE_NAME,
-    DecodeOptions,
-    Ladder,
-)
+from specjax.engine.options import DecodeOptions
 from specjax.engine.plan import check_pages_on_mesh
-from specjax.engine.requests import CHAT, SEED, Prompt, SamplingParams, encode_prompt
+from specjax.engine.requests import CHAT, Prompt, SamplingParams, encode_prompt
 from specjax.errors import InputError
 from specjax.fields import (
     DependentFields,
     Fields,
     Flag,
+    Inline,
     InputFile,
     Number,
     OutputFile,
@@ -67,7 +59,7 @@ from specjax.loading.texts.questions import Question, select
 from specjax.methods.find_head import kind_of_head
 from specjax.methods.options import option_kind, option_meanings
 from specjax.methods.registry import METHODS, parts_of
-from specjax.sampling import RULES, Rule, Typical, derived_seed
+from specjax.sampling import Rule, Typical, derived_seed
 from specjax.trees import FastestTree, RankedTree
 
 _MODELS = tuple(name for name, method in METHODS.items() if method.of_model is not None)
@@ -75,21 +67,6 @@ _MODELS = tuple(name for name, method in METHODS.items() if method.of_model is n
 _TURN = "turn"
 """The purpose of the seeds of a conversation's later turns."""
 _THRESHOLD = optional(Number(0.0, above=True, remedy="use a number above 0"))
-
-
-@dataclass(frozen=True)
-class DraftLengthText:
-    """The field type of draft lengths on a command line: "auto", "fixed", or a whole number."""
-
-    remedy = DRAFT_LENGTH.remedy
-
-    def check(self, name: str, value: Any) -> int | str:
-        """Return `value` as a number, "auto" or "fixed".
-
-        Raises InputError, which names the field `name`, for any other value.
-        """
-        number = re.fullmatch(r"[+-]?\d{1,9}", value) if isinstance(value, str) else None
-        return DRAFT_LENGTH.check(name, int(value) if number else value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,106 +135,6 @@ class TargetFields:
     """The dtype of keys and values in caches; auto: that of activations."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class DrafterFields:
-    """The field of a config that says which drafter is used."""
-
-    drafter: Annotated[Mapping[str, Any], _DRAFTER] = field(
-        default_factory=lambda: {"name": "ngram", "replicated": False}
-    )
-    """The drafter and its options. For specjax.decode `name` may list several, as
-    ngram,eagle3,ngram+eagle3, each compared with plain decoding; an option applies to the drafters
-    that accept it. --config.drafter.name=package.module:function --help adds the options of your
-    own.
-    """
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecodingFields(DrafterFields):
-    """The fields of a config that say how an engine decodes."""
-
-    tree: Annotated[Mapping[str, Any], _TREE] = field(default_factory=dict)
-    """Draft a tree instead of a chain: static trees have the same candidate ranks in each round,
-    dynamic trees are chosen in each round, and auto is the static tree that is fastest here
-    (`TreeOptions`). By default each drafter uses its own choice: token_recycling a static tree, all
-    others a chain.
-    """
-
-    num_speculative_tokens: Annotated[int | str, DraftLengthText()] = FIXED
-    """The draft length: fixed, each drafter's own number; a number; or auto, the number that makes
-    decoding fastest by the clock, so that tokens per pass differ from run to run.
-    """
-    num_speculative_tokens_per_batch_size: Annotated[tuple, Ladder()] = ()
-    """((low, high, k), ...): at most k draft tokens while low to high rows are unfinished."""
-    verify: Annotated[str, RULE_NAME] = "rejection"
-    """The rule by which draft tokens are accepted; specjax.decode --list describes them."""
-    typical: Annotated[Mapping[str, Any], _TYPICAL] = field(default_factory=dict)
-    """The thresholds of the rule `typical`, which accepts p(x) > min(epsilon, delta exp(-H(p))); by
-    default 0.09 and 0.3.
-    """
-    batch_size: Annotated[int, BATCH_SIZE] = 1
-    """Rows that decode together. With 1, texts are shown while they are decoded, and prompts are
-    timed one by one.
-    """
-    max_length: Annotated[int | None, optional(MAX_LENGTH)] = None
-    """The maximum number of tokens of a prompt and its output; by default the target's positions.
-    """
-    kv_page_size: Annotated[int | None, optional(PAGE_SIZE)] = None
-    """64, 128 or 256: rows share the pages of a pool, each with so many tokens; by default each row
-    has a cache for its longest text.
-    """
-    num_kv_pages: Annotated[int | None, optional(NUM_PAGES)] = None
-    """The number of pages on all devices; by default as many as all rows can fill."""
-    enable_prefix_caching: Annotated[bool, Flag()] = False
-    """Let requests share the full pages of equal beginnings, which are then read once."""
-    sampling: SamplingParams = SamplingParams()  # noqa: RUF009 - frozen
-    seed: Annotated[int, SEED] = 0
-    """The seed of all draws."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PromptFields:
-    """The fields of a config that say which prompts are decoded."""
-
-    prompt: Annotated[str | None, optional(Text())] = None
-    """A single prompt."""
-    prompts: Annotated[Path | None, optional(InputFile(pipe=True))] = None
-    """A JSONL file in Spec-Bench's format; without it and `prompt` a few built-in prompts are used.
-    """
-    turns: Literal["first", "all"] = "first"
-    """The turns of each conversation to decode; with all, answers become the history of the next
-    turn.
-    """
-    limit: Annotated[int | None, optional(Whole(1))] = None
-    """The number of prompts to decode, from the first one; by default all."""
-    per_task: Annotated[int | None, optional(Whole(1))] = None
-    """The number of prompts of each task to decode, from the first one; by default all."""
-    chat: Annotated[str, CHAT] = "auto"
-    """Whether prompts go through the chat template; auto: if the tokenizer has one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecodeFields(DecodingFields, PromptFields, TargetFields):
-    """The fields of a decode config with their defaults; None means that specjax chooses."""
-
-    compare: bool = True
-    """Also decode plainly, to measure the speed-up and to check that the output is the same."""
-    repeats: Annotated[int | None, optional(Whole(1))] = None
-    """How often prompts are decoded plainly and with drafters; the median speed-up is reported, of
-    an even number the lower of the two in the middle. By default three times for a single prompt,
-    if that takes seconds, and once otherwise.
-    """
-    report: Annotated[Path | None, optional(OutputFile())] = None
-    """The file of JSON lines to write; its folder is created."""
-
-    mesh: MeshConfig = ONE_DEVICE
-    """data x model devices: rows are sharded over data, weights and heads over model."""
-    distributed: DistributedConfig = ONE_PROCESS
-    """Several processes: coordinator_address, num_processes, process_id; or cluster=true, which
-    asks the scheduler (Slurm, Kubernetes, TPU pods).
-    """
-
-
 @dataclass(frozen=True)
 class DrafterConfig:
     """One drafter of a config.
@@ -279,18 +156,96 @@ class DrafterConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeConfig(DecodeFields):
-    """A checked config of `specjax.decode`, with its prompts read.
+class DrafterFields(TargetFields):
+    """The fields of a config that say which drafters draft for a target, and how it decodes.
 
-    `questions` are the conversations to decode, `drafters` those that `drafter.name` lists, and
-    `options` the arguments of `generate` that the fields imply.
+    Raises InputError for a drafter that cannot have its options.
     """
 
-    questions: tuple[Question, ...]
-    drafters: tuple[DrafterConfig, ...]
-    options: DecodeOptions
-    written: Mapping[str, Any]
-    """The values of the config file and the command line as they were given, by section."""
+    drafter: Annotated[Mapping[str, Any], _DRAFTER] = field(
+        default_factory=lambda: {"name": "ngram", "replicated": False}
+    )
+    """The drafter and its options. For specjax.decode `name` may list several, as
+    ngram,eagle3,ngram+eagle3, each compared with plain decoding; an option applies to the drafters
+    that accept it. --config.drafter.name=package.module:function --help adds the options of your
+    own.
+    """
+    options: Annotated[DecodeOptions, Inline()] = DecodeOptions()  # noqa: RUF009 - frozen
+    sampling: SamplingParams = SamplingParams()  # noqa: RUF009 - frozen
+
+    def __post_init__(self) -> None:
+        _ = self.drafters
+
+    @functools.cached_property
+    def drafters(self) -> tuple[DrafterConfig, ...]:
+        """The drafters that `drafter.name` lists."""
+        return _drafters(self.drafter, {})
+
+    def tuning_prompts(self, target: Model) -> list[Prompt]:
+        """Return the prompts for which `tree.kind=auto` chooses a tree."""
+        chat = has_chat_template(target)
+        return [_prompt(question, 0, (), chat) for question in questions_of(None)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodingFields(DrafterFields):
+    """The fields of a config that say how an engine decodes; drafts may be trees."""
+
+    tree: Annotated[Mapping[str, Any], _TREE] = field(default_factory=dict)
+    """Draft a tree instead of a chain: static trees have the same candidate ranks in each round,
+    dynamic trees are chosen in each round, and auto is the static tree that is fastest here
+    (`TreeOptions`). By default each drafter uses its own choice: token_recycling a static tree, all
+    others a chain.
+    """
+    typical: Annotated[Mapping[str, Any], _TYPICAL] = field(default_factory=dict)
+    """The thresholds of the rule `typical`, which accepts p(x) > min(epsilon, delta exp(-H(p))); by
+    default 0.09 and 0.3.
+    """
+
+    def __post_init__(self) -> None:
+        options = replace(self.options, verify=_with_thresholds(self.options.verify, self.typical))
+        object.__setattr__(self, "options", options)
+        super().__post_init__()
+
+    @functools.cached_property
+    def drafters(self) -> tuple[DrafterConfig, ...]:
+        """The drafters that `drafter.name` lists, each with its own options and tree."""
+        return _drafters(self.drafter, self.tree)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptFields:
+    """The fields of a config that say which prompts are decoded."""
+
+    prompt: Annotated[str | None, optional(Text())] = None
+    """A single prompt."""
+    prompts: Annotated[Path | None, optional(InputFile(pipe=True))] = None
+    """A JSONL file in Spec-Bench's format; without it and `prompt` a few built-in prompts are used.
+    """
+    turns: Literal["first", "all"] = "first"
+    """The turns of each conversation to decode; with all, answers become the history of the next
+    turn.
+    """
+    limit: Annotated[int | None, optional(Whole(1))] = None
+    """The number of prompts to decode, from the first one; by default all."""
+    per_task: Annotated[int | None, optional(Whole(1))] = None
+    """The number of prompts of each task to decode, from the first one; by default all."""
+    chat: Annotated[str, CHAT] = "auto"
+    """Whether prompts go through the chat template; auto: if the tokenizer has one."""
+    questions: tuple[Question, ...] = ()
+    """The conversations to decode, read from `prompt` or `prompts` by `with_questions`."""
+
+    def with_questions(self) -> Self:
+        """Return the config with its questions read; raise InputError if they cannot be."""
+        if self.prompt is None:
+            chosen = select(questions_of(self.prompts), self.limit, self.per_task)
+        elif self.prompts is None:
+            chosen = [Question(0, "", (self.prompt,))]
+        else:
+            raise InputError(
+                f"prompts={str(self.prompts)!r}: prompt is given too; leave one of the two out"
+            )
+        return replace(self, questions=tuple(chosen))
 
     @property
     def num_turns(self) -> int:
@@ -298,6 +253,95 @@ class DecodeConfig(DecodeFields):
         if self.turns == "first":
             return 1
         return max(len(question.turns) for question in self.questions)
+
+    def turn(self, number: int) -> list[int]:
+        """Return the indices of the questions that have turn `number` (from 0)."""
+        return [i for i, question in enumerate(self.questions) if number < len(question.turns)]
+
+    def prompt_name(self, question_id: int | str, turn: int) -> str:
+        """Return what errors call a turn (from 0) of the question with this id."""
+        name = f"question {question_id}"
+        return f"{name}, turn {turn + 1}" if self.num_turns > 1 else name
+
+    def turn_prompts(
+        self, target: Model, turn: int, answers: Mapping[int, Sequence[str]] = MappingProxyType({})
+    ) -> list[Prompt]:
+        """Return the prompts of turn `turn` (from 0).
+
+        `answers` are the texts of the earlier turns, by question index. Raises InputError if a chat
+        template is required and the model has none.
+        """
+        has_template = has_chat_template(target)
+        chat = has_template if self.chat == "auto" else self.chat == "true"
+        if self.turns == "all" and not chat:
+            raise InputError(
+                "turns='all' needs a chat template: use turns=first"
+                + (" or chat=auto" if has_template else f", since {target.name} has none")
+            )
+        return [
+            _prompt(self.questions[index], turn, answers.get(index, ()), chat)
+            for index in self.turn(turn)
+        ]
+
+
+def has_chat_template(target: Model) -> bool:
+    """Return whether a model's tokenizer has a chat template."""
+    return target.tokenizer is not None and target.tokenizer.chat_template is not None
+
+
+def _prompt(question: Question, turn: int, answers: Sequence[str], chat: bool) -> Prompt:
+    """Return the prompt of a question's turn, with `chat` as messages after earlier answers."""
+    if not chat:
+        return question.turns[0]
+    messages = []
+    for number, text in enumerate(question.turns[: turn + 1]):
+        messages.append({"role": "user", "content": text})
+        if number < turn:
+            messages.append({"role": "assistant", "content": answers[number]})
+    return messages
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeConfig(DecodingFields, PromptFields):
+    """The config of `specjax.decode`; None means that specjax chooses.
+
+    Raises InputError for fields that contradict one another.
+    """
+
+    options: Annotated[DecodeOptions, Inline({"batch_size": 1, "rounds_per_step": 4})] = (
+        DecodeOptions(batch_size=1, rounds_per_step=4)  # noqa: RUF009 - frozen
+    )
+    compare: bool = True
+    """Also decode plainly, to measure the speed-up and to check that the output is the same."""
+    repeats: Annotated[int | None, optional(Whole(1))] = None
+    """How often prompts are decoded plainly and with drafters; the median speed-up is reported, of
+    an even number the lower of the two in the middle. By default three times for a single prompt,
+    if that takes seconds, and once otherwise.
+    """
+    report: Annotated[Path | None, optional(OutputFile())] = None
+    """The file of JSON lines to write; its folder is created."""
+
+    mesh: MeshConfig = ONE_DEVICE
+    """data x model devices: rows are sharded over data, weights and heads over model."""
+    distributed: DistributedConfig = ONE_PROCESS
+    """Several processes: coordinator_address, num_processes, process_id; or cluster=true, which
+    asks the scheduler (Slurm, Kubernetes, TPU pods).
+    """
+    written: Mapping[str, Any] = field(default_factory=dict)
+    """The values of the config file and the command line as they were given, by section."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "compare", self.compare or len(self.drafters) > 1)
+        if self.repeats is not None and self.repeats > 1 and not self.compare:
+            raise InputError(
+                f"repeats={self.repeats}: compare=false measures no speed-up; leave out one of them"
+            )
+        check_pages_on_mesh(self.options.num_kv_pages, self.mesh.data)
+
+    def tuning_prompts(self, target: Model) -> list[Prompt]:
+        """Return the prompts of the first turns."""
+        return self.turn_prompts(target, 0)
 
     @property
     def comparable(self) -> bool:
@@ -330,26 +374,17 @@ class DecodeConfig(DecodeFields):
             tree = dict.fromkeys(tree)
         return {**self.written, "compare": self.compare, "drafter": section, "tree": tree}
 
-    def turn(self, number: int) -> list[int]:
-        """Return the indices of the questions that have turn `number` (from 0)."""
-        return [i for i, question in enumerate(self.questions) if number < len(question.turns)]
-
-    def prompt_name(self, question_id: int | str, turn: int) -> str:
-        """Return what errors call a turn (from 0) of the question with this id."""
-        name = f"question {question_id}"
-        return f"{name}, turn {turn + 1}" if self.num_turns > 1 else name
-
     def turn_seeds(self, number: int) -> tuple[int, SamplingParams]:
         """Return the seed and the sampling parameters with which turn `number` (from 0) is decoded.
 
         Both contain other seeds in each turn, so that turns do not share random draws.
         """
         if number == 0:
-            return self.seed, self.sampling
+            return self.options.seed, self.sampling
         sampling = self.sampling
         if sampling.seed is not None:
             sampling = replace(sampling, seed=derived_seed(sampling.seed, _TURN, number))
-        return derived_seed(self.seed, _TURN, number), sampling
+        return derived_seed(self.options.seed, _TURN, number), sampling
 
 
 def read_decode_config(written: Mapping[str, Any]) -> DecodeConfig:
@@ -358,47 +393,23 @@ def read_decode_config(written: Mapping[str, Any]) -> DecodeConfig:
     Files of prompts are read. Checks that need the model are made later. Raises InputError for an
     invalid field.
     """
-    given = read_values(DecodeFields, written)
-    drafters = _drafters(given.drafter, given.tree)
-    compare = given.compare or len(drafters) > 1
-    if given.repeats is not None and given.repeats > 1 and not compare:
-        raise InputError(
-            f"repeats={given.repeats}: compare=false measures no speed-up; leave out one of them"
-        )
-    options = DecodeOptions(
-        num_speculative_tokens=given.num_speculative_tokens,
-        num_speculative_tokens_per_batch_size=given.num_speculative_tokens_per_batch_size,
-        verify=_rule(given.verify, given.typical),
-        batch_size=given.batch_size,
-        max_length=given.max_length,
-        kv_page_size=given.kv_page_size,
-        num_kv_pages=given.num_kv_pages,
-        enable_prefix_caching=given.enable_prefix_caching,
-    )
-    check_pages_on_mesh(given.num_kv_pages, given.mesh.data)
-    return DecodeConfig(
-        **{**vars(given), "compare": compare},
-        questions=tuple(_questions(given)),
-        drafters=drafters,
-        options=options,
-        written=written,
-    )
+    return replace(read_values(DecodeConfig, written), written=written).with_questions()
 
 
-def _rule(name: str, thresholds: Mapping[str, float | None]) -> Rule:
-    """Return the rule with this name; `thresholds` are the section `typical`.
+def _with_thresholds(rule: Rule, thresholds: Mapping[str, float | None]) -> Rule:
+    """Return a rule with `thresholds`, the section `typical`.
 
     Raises InputError if another rule has thresholds.
     """
     set_thresholds = {option: value for option, value in thresholds.items() if value is not None}
-    if name == Typical.name:
-        return Typical(**set_thresholds)
+    if isinstance(rule, Typical):
+        return replace(rule, **set_thresholds)
     for option, value in set_thresholds.items():
         raise InputError(
-            f"typical.{option}={value}: verify={name} does not take it; leave it out, or use "
+            f"typical.{option}={value}: verify={rule.name} does not take it; leave it out, or use "
             f"verify={Typical.name}"
         )
-    return RULES[name]
+    return rule
 
 
 def _drafters(section: Mapping[str, Any], tree: Mapping[str, Any]) -> tuple[DrafterConfig, ...]:
@@ -460,7 +471,7 @@ class ConfigDrafter(NamedTuple):
 
 
 def make_config_drafter(
-    config: DecodeConfig,
+    config: DrafterFields,
     drafter: DrafterConfig,
     target: Model,
     continuations: Sequence[Sequence[int]] | None = None,
@@ -502,7 +513,7 @@ def make_config_drafter(
     made = make_drafter(drafter.name, target, path, num_speculative_tokens=length, **options)
     if tree is None or tree.kind != "auto":
         return ConfigDrafter(made, {})
-    prompts = turn_prompts(config, target, 0, {})
+    prompts = config.tuning_prompts(target)
     lengths = [
         len(encode_prompt(target, prompt, f"prompts[{number}]"))
         for number, prompt in enumerate(prompts)
@@ -522,44 +533,3 @@ def make_config_drafter(
     for name, chosen in trees.items():
         tell(f"{name}: tree.kind=auto: {chosen}")
     return ConfigDrafter(made, trees)
-
-
-def turn_prompts(
-    config: DecodeConfig, target: Model, turn: int, answers: Mapping[int, Sequence[str]]
-) -> list[Prompt]:
-    """Return the prompts of turn `turn` (from 0).
-
-    `answers` are the texts of the earlier turns, by question index. Raises InputError if a chat
-    template is required and the model has none.
-    """
-    has_template = target.tokenizer is not None and target.tokenizer.chat_template is not None
-    chat = has_template if config.chat == "auto" else config.chat == "true"
-    if config.turns == "all" and not chat:
-        raise InputError(
-            "turns='all' needs a chat template: use turns=first"
-            + (" or chat=auto" if has_template else f", since {target.name} has none")
-        )
-    prompts: list[Prompt] = []
-    for index in config.turn(turn):
-        user_turns = config.questions[index].turns[: turn + 1]
-        if not chat:
-            prompts.append(user_turns[0])
-            continue
-        messages = []
-        for number, text in enumerate(user_turns):
-            messages.append({"role": "user", "content": text})
-            if number < turn:
-                messages.append({"role": "assistant", "content": answers[index][number]})
-        prompts.append(messages)
-    return prompts
-
-
-def _questions(given: DecodeFields) -> Sequence[Question]:
-    """Return the questions of a config's prompt or prompt file, or the built-in ones."""
-    if given.prompt is None:
-        return select(questions_of(given.prompts), given.limit, given.per_task)
-    if given.prompts is not None:
-        raise InputError(
-            f"prompts={str(given.prompts)!r}: prompt is given too; leave one of the two out"
-        )
-    return [Question(0, "", (given.prompt,))]

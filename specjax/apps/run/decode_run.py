@@ -20,7 +20,6 @@ from specjax.apps.rows.statistics import engine_summary
 from specjax.apps.run.decode_config import (
     DecodeConfig,
     make_config_drafter,
-    turn_prompts,
 )
 from specjax.apps.run.measure_speedups import median_repeat, turn_order
 from specjax.core.none import PLAIN_DECODING
@@ -32,8 +31,6 @@ from specjax.engine.plan import DecodePlan, plan_requests
 from specjax.engine.requests import Request, groups
 from specjax.loading.model import Model
 
-ROUNDS_PER_STEP = 4
-"""Rounds between two reads from the device: enough for streaming, and cheap."""
 _GROUP = 4
 """The number of rows of a group per slot."""
 _REPEATS, _SHORT_S = 3, 30.0
@@ -146,7 +143,7 @@ class _Decoding:
         plan = functools.partial(
             plan_requests,
             self.model,
-            turn_prompts(config, self.model, turn, self.answers),
+            config.turn_prompts(self.model, turn, self.answers),
             sampling=sampling,
             names=[
                 config.prompt_name(config.questions[index].question_id, turn)
@@ -323,7 +320,7 @@ class _Decoding:
     def prepare(self, side: _Side) -> None:
         """Compile a side's plan and run its first round, so that timings exclude the warm-up."""
         begin = time.perf_counter()
-        side.engine = open_engine(side.plan, ROUNDS_PER_STEP)
+        side.engine = open_engine(side.plan)
         name = "plain decoding" if side.name == PLAIN else side.name
         with self.screen.working(f"compiling {name}"):
             side.engine.compile()

@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import numpy as np
 
 from specjax import metrics
+from specjax.apps.command_line.config_file import config_of
 from specjax.apps.command_line.mesh_config import open_mesh
 from specjax.apps.rows.decode_report import device_name
 from specjax.apps.rows.records import Run
@@ -24,7 +24,6 @@ from specjax.apps.run.decode_config import (
     load_target,
     make_config_drafter,
     read_decode_config,
-    turn_prompts,
 )
 from specjax.apps.tuning import measure_costs
 from specjax.core.none import PLAIN_DECODING
@@ -125,7 +124,7 @@ def _planned(run: Run, config: DecodeConfig, model: Model) -> tuple[DecodePlan, 
     seed, sampling = config.turn_seeds(0)
     return plan_requests(
         model,
-        turn_prompts(config, model, 0, {}),
+        config.turn_prompts(model, 0),
         drafter=make_config_drafter(config, drafter, model, continuations).loaded,
         options=replace(config.options, seed=seed),
         sampling=sampling,
@@ -152,8 +151,8 @@ def run_config(run: Run, flag: str) -> DecodeConfig:
             f"{where}: drafter {shown(run.drafter)} is code named in the report, which is not "
             f"run; leave --{flag} out"
         )
-    # No report is written, and the folder of the run's own report may be gone.
-    config: dict[str, Any] = {**run.config, "report": None}
+    # Older reports lack options. No report is written, and the folder of the run's own may be gone.
+    config = {**config_of(DecodeConfig).to_dict(), **run.config, "report": None}
     try:
         return read_decode_config(config)
     except InputError as error:

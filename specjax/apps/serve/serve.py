@@ -25,7 +25,7 @@ from specjax.apps.command_line.console import Screen
 from specjax.apps.command_line.mesh_config import ONE_PROCESS, open_mesh
 from specjax.apps.rows.decode_report import device_name
 from specjax.apps.run.decode_config import load_target, make_config_drafter
-from specjax.apps.serve.serve_config import ServeConfig, ServeFields, read_serve_config
+from specjax.apps.serve.serve_config import ServeConfig, read_serve_config
 from specjax.engine.engine import Engine
 from specjax.engine.plan import plan_engine
 from specjax.errors import InputError
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=CONFIG,
         read=read_serve_config,
         documentation=__doc__,
-        source=ServeFields,
+        source=ServeConfig,
     )
 
 
@@ -67,9 +67,9 @@ def serve(config: ServeConfig) -> int:
     mesh = open_mesh(config.mesh, ONE_PROCESS, config.written)
     with screen.working(f"loading {config.target}"):
         model = load_target(config, mesh)
-        (drafter,) = config.decoding.drafters
-        made = make_config_drafter(config.decoding, drafter, model, tell=screen.say)
-        engine = Engine.of(plan_engine(model, made.loaded, config.decoding.options))
+        (drafter,) = config.drafters
+        made = make_config_drafter(config, drafter, model, tell=screen.say)
+        engine = Engine.of(plan_engine(model, made.loaded, config.options))
     screen.say(f"{model.num_params / 1e6:.1f}M parameters, {model.weights}, on {device_name(mesh)}")
     slots = engine.plan.options.batch_size
     with screen.working(f"compiling {drafter.name} for up to {slots} samples at once"):

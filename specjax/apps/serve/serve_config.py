@@ -1,25 +1,20 @@
-"""The config of `specjax.serve`: its fields and its checked value."""
+"""The config of `specjax.serve`."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from specjax.apps.command_line.config_file import config_of
 from specjax.apps.command_line.mesh_config import ONE_DEVICE, MeshConfig
-from specjax.apps.run.decode_config import (
-    DecodeConfig,
-    DecodeFields,
-    DecodingFields,
-    TargetFields,
-    read_decode_config,
-)
-from specjax.engine.options import BATCH_SIZE, MAX_LENGTH, ROUNDS_PER_STEP
+from specjax.apps.run.decode_config import DecodingFields
+from specjax.engine.options import DecodeOptions
+from specjax.engine.plan import check_pages_on_mesh
 from specjax.engine.requests import SamplingParams
 from specjax.errors import InputError
-from specjax.fields import InputFile, Number, Text, Whole, optional, read_values
+from specjax.fields import Inline, InputFile, Number, Text, Whole, optional, read_values
 from specjax.files.open_files import open_regular
 
 _LONGEST_KEY = 4096
@@ -27,21 +22,18 @@ _LONGEST_KEY = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeFields(DecodingFields, TargetFields):
-    """The fields of a server's config with their defaults; None means that specjax chooses."""
+class ServeConfig(DecodingFields):
+    """The config of a server; None means that specjax chooses.
 
-    batch_size: Annotated[int, BATCH_SIZE] = 8
-    """Samples that decode together; others wait for a slot."""
-    max_length: Annotated[int | None, optional(MAX_LENGTH)] = None
-    """The maximum number of tokens of a prompt and its output; by default 2048, or the target's
-    positions if they are fewer. Each slot reserves a cache of that size, unless it has pages.
+    `sampling` are the parameters for fields that a request leaves out. With `logprobs` requests may
+    ask for log-probabilities, which every step then computes. Raises InputError for drafters that
+    a server cannot have.
     """
-    rounds_per_step: Annotated[int, ROUNDS_PER_STEP] = 4
-    """Rounds per step; between steps tokens are sent, and requests enter and leave."""
+
+    options: Annotated[DecodeOptions, Inline({"rounds_per_step": 4})] = DecodeOptions(  # noqa: RUF009
+        rounds_per_step=4
+    )
     sampling: SamplingParams = SamplingParams(temperature=1.0, max_new_tokens=512)  # noqa: RUF009
-    """The sampling parameters for fields that a request leaves out. With `logprobs` requests may
-    ask for log-probabilities, which every step then computes.
-    """
 
     host: Annotated[str, Text()] = "127.0.0.1"
     """The address to listen on; by default only this machine can connect."""
@@ -61,23 +53,33 @@ class ServeFields(DecodingFields, TargetFields):
     mesh: MeshConfig = ONE_DEVICE
     """data x model devices: rows are sharded over data, weights and heads over model."""
 
+    written: Mapping[str, Any] = field(default_factory=dict)
+    """The fields as they were given, by section."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.drafters) > 1:
+            raise InputError(
+                f"drafter.name={self.drafter['name']!r}: a server has one drafter; name one, or "
+                "join them by + or |"
+            )
+        if (only := self.drafters[0]).replays:
+            raise InputError(
+                f"drafter.name={only.name!r}: it drafts the tokens of an earlier plain run, which "
+                "a server does not have; use another drafter"
+            )
+        check_pages_on_mesh(self.options.num_kv_pages, self.mesh.data)
+        _ = self.api_key
+
     @property
     def model_name(self) -> str:
         """The model's name in requests."""
         return self.served_model_name or self.target
 
-
-@dataclass(frozen=True, kw_only=True)
-class ServeConfig(ServeFields):
-    """A checked config of `specjax.serve`.
-
-    `decoding` has the fields of the engine, as a config of `decode`, and `api_key` is the key in
-    `api_key_file`, None without such a file. `written` has the fields as they were given.
-    """
-
-    decoding: DecodeConfig
-    api_key: str | None
-    written: Mapping[str, Any]
+    @functools.cached_property
+    def api_key(self) -> str | None:
+        """The key in `api_key_file`, None without such a file."""
+        return None if self.api_key_file is None else _read_key(self.api_key_file)
 
 
 def read_serve_config(written: Mapping[str, Any]) -> ServeConfig:
@@ -85,33 +87,7 @@ def read_serve_config(written: Mapping[str, Any]) -> ServeConfig:
 
     Checks that need the model are made later. Raises InputError for an invalid field.
     """
-    given = read_values(ServeFields, written)
-    shared = {field.name for field in fields(DecodeFields)} & written.keys()
-    # A decode config has prompts: the built-in ones, for which `tree.kind=auto` chooses a tree.
-    decoding = read_decode_config(
-        {
-            **config_of(DecodeFields).to_dict(),
-            **{name: written[name] for name in shared},
-            "compare": False,
-        }
-    )
-    if len(decoding.drafters) > 1:
-        name = written["drafter"]["name"]
-        raise InputError(
-            f"drafter.name={name!r}: a server has one drafter; name one, or join them by + or |"
-        )
-    if (drafter := decoding.drafters[0]).replays:
-        raise InputError(
-            f"drafter.name={drafter.name!r}: it drafts the tokens of an earlier plain run, which a "
-            "server does not have; use another drafter"
-        )
-    options = replace(decoding.options, rounds_per_step=given.rounds_per_step, seed=given.seed)
-    return ServeConfig(
-        **vars(given),
-        decoding=replace(decoding, options=options),
-        api_key=None if given.api_key_file is None else _read_key(given.api_key_file),
-        written=written,
-    )
+    return replace(read_values(ServeConfig, written), written=written)
 
 
 def _read_key(path: Path) -> str:

@@ -16,7 +16,7 @@ from specjax.apps.serve.app import Api, build_app
 from specjax.apps.serve.engine_thread import EngineThread
 from specjax.apps.serve.playground_api import Playground
 from specjax.apps.serve.requests import RequestReader
-from specjax.apps.serve.serve_config import ServeFields
+from specjax.apps.serve.serve_config import ServeConfig
 from specjax.engine.engine import Engine
 from specjax.errors import InputError
 
@@ -65,7 +65,7 @@ class Server(uvicorn.Server):
     def __init__(
         self,
         engine: Engine,
-        options: ServeFields,
+        options: ServeConfig,
         listener: socket.socket,
         *,
         api_key: str | None = None,
@@ -136,7 +136,7 @@ class Server(uvicorn.Server):
 
 
 @contextmanager
-def served(engine: Engine, options: ServeFields, *, api_key: str | None = None) -> Iterator[str]:
+def served(engine: Engine, options: ServeConfig, *, api_key: str | None = None) -> Iterator[str]:
     """Serve an engine over HTTP while in the context, from a thread; yield the server's URL.
 
     `options` are the fields of a server's config, and with `api_key` requests need that key. Raises

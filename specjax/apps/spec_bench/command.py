@@ -26,18 +26,19 @@ from typing import Any
 from rich.console import Console
 
 from specjax.apps.command_line import command
+from specjax.apps.command_line.config_file import config_of
 from specjax.apps.command_line.console import Screen
 from specjax.apps.command_line.mesh_config import ONE_PROCESS, open_mesh
 from specjax.apps.report import report
 from specjax.apps.rows.decode_report import device_name
 from specjax.apps.spec_bench.config import (
     SpecBenchConfig,
-    SpecBenchFields,
     read_spec_bench_config,
 )
 from specjax.apps.spec_bench.run import Measuring
 from specjax.distributed import folder_lock, sharding
 from specjax.errors import InputError, printable, shown
+from specjax.fields import dotted
 from specjax.files import atomic_writes
 from specjax.files.json_files import read_json_file
 from specjax.files.path_checks import output_folder
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         default="spec_bench",
         read=read_spec_bench_config,
         documentation=__doc__,
-        source=SpecBenchFields,
+        source=SpecBenchConfig,
     )
 
 
@@ -103,8 +104,9 @@ def _check_settings(path: Path, settings: dict[str, Any], where: str) -> None:
     earlier = read_json_file(path)
     if not isinstance(earlier, dict):
         raise InputError(f"{where}: {_SETTINGS} holds {shown(earlier)}; use another folder")
+    defaults = dotted(config_of(SpecBenchConfig).to_dict())  # of options that were added later
     for name in {**settings, **earlier}:
-        ours, theirs = settings.get(name), earlier.get(name)
+        ours, theirs = settings.get(name), earlier.get(name, defaults.get(name))
         if ours != theirs:
             raise InputError(
                 f"{name}={shown(ours)}: the run in {where} has {shown(theirs)}; give that, or "

@@ -6,8 +6,8 @@ import functools
 import hashlib
 import itertools
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,24 +16,21 @@ from specjax.apps.command_line.flags import Listed
 from specjax.apps.command_line.mesh_config import ONE_DEVICE, MeshConfig
 from specjax.apps.report import picture_files
 from specjax.apps.run.built_in_prompts import questions_of
-from specjax.apps.run.decode_config import (
-    DecodeConfig,
-    DecodeFields,
-    TargetFields,
-    read_decode_config,
-)
+from specjax.apps.run.decode_config import DecodeConfig, TargetFields
 from specjax.core.none import PLAIN_DECODING
-from specjax.engine.options import DRAFT_LENGTH, FIXED, MAX_LENGTH, RULE_NAME
-from specjax.engine.requests import SEED, TEMPERATURE
+from specjax.engine.options import DRAFT_LENGTH, FIXED, DecodeOptions
+from specjax.engine.requests import TEMPERATURE
 from specjax.errors import InputError, one_line, shown
 from specjax.fields import (
     Choice,
+    Inline,
     InputFile,
     Items,
     OutputFolder,
     Text,
     Whole,
     dotted,
+    fields_of,
     optional,
     read_values,
 )
@@ -44,11 +41,41 @@ from specjax.methods.registry import METHODS
 
 ALL = "all"
 _OF_A_DRAFTER = ("drafter.", "tree.", "typical.")
+_MEASURED = ("num_speculative_tokens", "num_speculative_tokens_per_batch_size", "batch_size")
+"""Options of decoding that differ between cells, or say how many rows decode together: one."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One thing to measure: a drafter with its options at one temperature and draft length.
+
+    `entry` is the drafter as the field `drafters` has it, and `config` the decode config.
+    """
+
+    entry: str
+    config: DecodeConfig
+
+    @property
+    def temperature(self) -> float:
+        """The sampling temperature."""
+        return self.config.sampling.temperature
+
+    @property
+    def length(self) -> int | str:
+        """The draft length: a number, "fixed" or "auto"."""
+        return self.config.options.num_speculative_tokens
+
+    @property
+    def file_name(self) -> str:
+        """The name of the file with the cell's answers."""
+        description = f"{self.entry}-{self.length}-t{self.temperature:g}"
+        digest = hashlib.sha256(description.encode()).hexdigest()[:8]
+        return f"{re.sub(r'[^A-Za-z0-9.=+-]+', '_', description)[:100]}-{digest}.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpecBenchFields(TargetFields):
-    """The fields of the config of `specjax.spec_bench` with their defaults."""
+class SpecBenchConfig(TargetFields):
+    """The config of `specjax.spec_bench`; None means that specjax chooses."""
 
     prompts: Annotated[Path | None, optional(InputFile())] = None
     """A JSONL file in Spec-Bench's format; without it a few built-in prompts are used."""
@@ -74,79 +101,52 @@ class SpecBenchFields(TargetFields):
     """Draft lengths: fixed, which is each drafter's own length; auto; or numbers, which for a tree
     count its first nodes. All numbers share one program per drafter, as wide as the longest.
     """
-    verify: Annotated[str, RULE_NAME] = "rejection"
-    """The rule by which draft tokens are accepted."""
+    options: Annotated[DecodeOptions, Inline({"batch_size": 1}, without=_MEASURED)] = DecodeOptions(
+        batch_size=1
+    )  # noqa: RUF009 - frozen
     max_new_tokens: Annotated[int, Whole(1)] = 128
     """The maximum number of tokens of an answer."""
-    max_length: Annotated[int | None, optional(MAX_LENGTH)] = None
-    """The maximum number of tokens of all turns and answers; by default the target's positions."""
-    seed: Annotated[int, SEED] = 0
-    """The seed of all draws."""
-
     out: Annotated[str | Path, OutputFolder()] = "build/spec_bench"
     """The folder of the run, from which the same command resumes."""
     formats: Annotated[str | tuple[str, ...], Listed(Choice(picture_files.FORMATS))] = "svg,pdf"
     """Picture formats, among png,svg,pdf."""
     mesh: MeshConfig = ONE_DEVICE
     """data x model devices, as for specjax.decode."""
+    written: Mapping[str, Any] = field(default_factory=dict)
+    """The values of the config file and the command line as they were given, by section."""
+    chosen: tuple[Question, ...] = ()
+    """The questions to measure."""
+    cells: tuple[Cell, ...] = ()
+    """What is measured; the cells of each temperature begin with that of plain decoding."""
 
-
-@dataclass(frozen=True)
-class Cell:
-    """One thing to measure: a drafter with its options at one temperature and draft length.
-
-    `entry` is the drafter as the field `drafters` has it, and `config` the decode config.
-    """
-
-    entry: str
-    config: DecodeConfig
-
-    @property
-    def temperature(self) -> float:
-        """The sampling temperature."""
-        return self.config.sampling.temperature
+    def __post_init__(self) -> None:
+        for name in ("temperatures", "num_speculative_tokens"):
+            _refuse_repeated(name, getattr(self, name))
 
     @property
-    def length(self) -> int | str:
-        """The draft length: a number, "fixed" or "auto"."""
-        return self.config.num_speculative_tokens
-
-    @property
-    def file_name(self) -> str:
-        """The name of the file with the cell's answers."""
-        description = f"{self.entry}-{self.length}-t{self.temperature:g}"
-        digest = hashlib.sha256(description.encode()).hexdigest()[:8]
-        return f"{re.sub(r'[^A-Za-z0-9.=+-]+', '_', description)[:100]}-{digest}.jsonl"
-
-
-@dataclass(frozen=True, kw_only=True)
-class SpecBenchConfig(SpecBenchFields):
-    """A checked config with its questions and cells.
-
-    The cells of each temperature begin with that of plain decoding. `settings` are the values, by
-    field, that must not change when a run is resumed.
-    """
-
-    chosen: tuple[Question, ...]
-    cells: tuple[Cell, ...]
-    settings: dict[str, Any]
+    def settings(self) -> dict[str, Any]:
+        """The values, by field and JSON-ready, that must not change when a run is resumed."""
+        left_out = ("out", "formats", "prompts")
+        values = {key: value for key, value in self.written.items() if key not in left_out}
+        values["drafters"] = ",".join(_entries(self))
+        digest = hashlib.sha256(repr(self.chosen).encode()).hexdigest()[:16]
+        values["prompts"] = f"{len(self.chosen)} questions, {digest}"
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in dotted(values).items()
+        }
 
 
-def read_spec_bench_config(written: dict[str, Any]) -> SpecBenchConfig:
+def read_spec_bench_config(written: Mapping[str, Any]) -> SpecBenchConfig:
     """Return the checked config, given the fields of a config file by section.
 
     Checks that need the model are made later. Raises InputError for an invalid field.
     """
-    given = read_values(SpecBenchFields, written)
-    for name in ("temperatures", "num_speculative_tokens"):
-        _refuse_repeated(name, getattr(given, name))
-    chosen = tuple(_chosen(given))
-    return SpecBenchConfig(
-        **vars(given), chosen=chosen, cells=tuple(_cells(given)), settings=_settings(given, chosen)
-    )
+    given = replace(read_values(SpecBenchConfig, written), written=written)
+    return replace(given, chosen=tuple(_chosen(given)), cells=tuple(_cells(given)))
 
 
-def _chosen(given: SpecBenchFields) -> Sequence[Question]:
+def _chosen(given: SpecBenchConfig) -> Sequence[Question]:
     """Return the questions to measure: those of the config's tasks, as many as it asks for."""
     questions = list(questions_of(given.prompts))
     tasks = list(dict.fromkeys(task_of(question.category) for question in questions))
@@ -168,7 +168,7 @@ def _chosen(given: SpecBenchFields) -> Sequence[Question]:
     return questions if given.questions is None else stratified(questions, given.questions)
 
 
-def _cells(given: SpecBenchFields) -> Iterator[Cell]:
+def _cells(given: SpecBenchConfig) -> Iterator[Cell]:
     """Yield the cells by temperature, beginning with that of plain decoding."""
     entries = _entries(given)
     for temperature in given.temperatures:
@@ -177,7 +177,7 @@ def _cells(given: SpecBenchFields) -> Iterator[Cell]:
             yield _cell(given, entry, temperature, length)
 
 
-def _entries(given: SpecBenchFields) -> list[str]:
+def _entries(given: SpecBenchConfig) -> list[str]:
     """Return the drafters, each with its options as one text; `all` is replaced by its drafters."""
     entries: list[str] = []
     for text in _split(given.drafters):
@@ -203,18 +203,16 @@ def _all_drafters(target: str) -> list[str]:
     return [*names, *(f"{NGRAM.name}+{name}" for name in joined)]
 
 
-def _cell(given: SpecBenchFields, entry: str, temperature: float, length: int | str) -> Cell:
+def _cell(given: SpecBenchConfig, entry: str, temperature: float, length: int | str) -> Cell:
     """Return the cell of an entry at a temperature and draft length. Raises InputError."""
     config = _decode_fields(entry)
-    of_target = [field.name for field in fields(TargetFields)]
-    for name in (*of_target, "turns", "verify", "seed"):
-        config[name] = getattr(given, name)
-    config |= {"max_length": given.max_length, "mesh": asdict(given.mesh)}
+    shared = fields_of(SpecBenchConfig).keys() & config.keys()
+    config |= {name: value for name, value in given.written.items() if name in shared}
     config["prompts"] = None if given.prompts is None else str(given.prompts)
     config["num_speculative_tokens"] = length
     config["sampling"] |= {"temperature": temperature, "max_new_tokens": given.max_new_tokens}
     try:
-        return Cell(entry, read_decode_config(config))
+        return Cell(entry, replace(read_values(DecodeConfig, config), written=config))
     except InputError as error:
         raise InputError(f"drafters={shown(entry)}: {one_line(error)}") from None
 
@@ -239,22 +237,9 @@ def _overridden_fields(entry: str) -> dict[str, Any]:
             )
     overrides = [f"--config.drafter.name={name}", *(f"--config.{option}" for option in options)]
     try:
-        return overridden(config_of(DecodeFields), overrides, DecodeFields).to_dict()
+        return overridden(config_of(DecodeConfig), overrides, DecodeConfig).to_dict()
     except InputError as error:
         raise InputError(f"drafters={shown(entry)}: {one_line(error)}") from None
-
-
-def _settings(given: SpecBenchFields, chosen: Sequence[Question]) -> dict[str, Any]:
-    """Return the values that identify a run, JSON-ready; for prompts, their number and a digest."""
-    left_out = ("out", "formats", "prompts")
-    fields = {name: value for name, value in asdict(given).items() if name not in left_out}
-    fields["drafters"] = ",".join(_entries(given))
-    digest = hashlib.sha256(repr(chosen).encode()).hexdigest()[:16]
-    fields["prompts"] = f"{len(chosen)} questions, {digest}"
-    return {
-        name: list(value) if isinstance(value, tuple) else value
-        for name, value in dotted(fields).items()
-    }
 
 
 def _refuse_repeated(name: str, values: Sequence[Any]) -> None:

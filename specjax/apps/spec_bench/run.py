@@ -186,7 +186,8 @@ class Measuring:
             if turn:
                 conversation = _conversation(question, turn, history or texts)
                 prompt = encode_prompt(self.model, conversation, _name(question, turn))
-            seed = derived_seed(self._config.seed, "spec_bench", self._first_batch[number] + turn)
+            row = self._first_batch[number] + turn
+            seed = derived_seed(self._config.options.seed, "spec_bench", row)
             request = Request(0, tuple(prompt), replace(way.cell.config.sampling, seed=seed))
             answer = decode_requests(engine.plan, [request], engine=engine)
             if answer.failed_rows:
@@ -271,7 +272,7 @@ def _longest(config: SpecBenchConfig, model: Model, question: Question, ids: Seq
 
     `ids` are the tokens of its last prompt. Raises InputError if the target has no room for them.
     """
-    longest = longest_row(model, config.max_length)
+    longest = longest_row(model, config.options.max_length)
     # An answer's text is rarely encoded in more tokens than were decoded.
     needed = len(ids) + len(question.turns) * config.max_new_tokens
     if needed > longest:
