@@ -14,12 +14,10 @@ from specjax.apps.run import bench, bench_run
 from specjax.apps.run.measure_speedups import (
     Speedup,
     _possible_speedup,
-    median_repeat,
     speed_ratio,
-    speedup_of,
-    turn_order,
 )
 from specjax.apps.run.predicted_speedup import measure_round_costs
+from specjax.apps.run.ways import median_repeat, speedup_of, turn_order
 from specjax.apps.tuning import measure_costs
 from specjax.engine.generate import Generation
 from specjax.loading.load import save_model

@@ -64,6 +64,7 @@ from specjax.trees import FastestTree, RankedTree
 
 _MODELS = tuple(name for name, method in METHODS.items() if method.of_model is not None)
 """The drafters that may be models of their own, which each device may hold whole."""
+_OPTIONS = DecodeOptions(batch_size=1, rounds_per_step=4)
 _TURN = "turn"
 """The purpose of the seeds of a conversation's later turns."""
 _THRESHOLD = optional(Number(0.0, above=True, remedy="use a number above 0"))
@@ -308,9 +309,7 @@ class DecodeConfig(DecodingFields, PromptFields):
     Raises InputError for fields that contradict one another.
     """
 
-    options: Annotated[DecodeOptions, Inline({"batch_size": 1, "rounds_per_step": 4})] = (
-        DecodeOptions(batch_size=1, rounds_per_step=4)  # noqa: RUF009 - frozen
-    )
+    options: Annotated[DecodeOptions, Inline({"batch_size": 1, "rounds_per_step": 4})] = _OPTIONS
     compare: bool = True
     """Also decode plainly, to measure the speed-up and to check that the output is the same."""
     repeats: Annotated[int | None, optional(Whole(1))] = None

@@ -21,11 +21,10 @@ from specjax.apps.run.decode_config import (
     DecodeConfig,
     make_config_drafter,
 )
-from specjax.apps.run.measure_speedups import median_repeat, turn_order
+from specjax.apps.run.ways import Way, median_repeat, turn_order
 from specjax.core.none import PLAIN_DECODING
 from specjax.drafters import LoadedDrafter
-from specjax.engine.engine import Engine
-from specjax.engine.generate import Generation, decode_requests, expected_acceptance, open_engine
+from specjax.engine.generate import Generation, decode_requests, expected_acceptance
 from specjax.engine.outputs import Delta
 from specjax.engine.plan import DecodePlan, plan_requests
 from specjax.engine.requests import Request, groups
@@ -40,18 +39,12 @@ SHOWN_ROWS = 24
 
 
 @dataclass
-class _Side:
-    """The plan, engine and results of one drafter or of plain decoding.
+class _Side(Way):
+    """One drafter, or plain decoding, with the requests of a turn and its results."""
 
-    The plan is compiled when first used.
-    """
-
-    name: str
-    plan: DecodePlan
-    requests: Sequence[Request]
+    requests: Sequence[Request] = ()
     run: DrafterRun | None = None
     results: list[Generation] = field(default_factory=list)
-    engine: Engine | None = None
 
     @property
     def speed(self) -> float:
@@ -152,12 +145,12 @@ class _Decoding:
         )
         options = replace(config.options, seed=seed)
         sides = [
-            _Side(run.drafter, *plan(drafter=drafter, options=options), run)
+            _side(run.drafter, plan(drafter=drafter, options=options), run)
             for drafter, run in zip(drafters, runs, strict=True)
         ]
         if not self.with_plain:
             return sides, None
-        plain = _Side(PLAIN, *plan(options=options.without_drafts()))
+        plain = _side(PLAIN, plan(options=options.without_drafts()))
         if self.simulated:
             for index in _groups(plain):
                 plain.results.append(self.decode(plain, index))
@@ -173,7 +166,7 @@ class _Decoding:
 
         Drafters alternate, so that a slow phase of the machine affects all of them.
         """
-        self.prepare(sides[0])
+        sides[0].open(sides[0].requests, self.screen, self.clock)
         for number, index in enumerate(_groups(sides[0])):
             # If a drafter needs the output of plain decoding, that has already run.
             recorded = plain.results[number] if plain is not None and plain.results else None
@@ -317,16 +310,6 @@ class _Decoding:
             for prompt, ours, plain in zip(index, result.token_ids, baseline.token_ids, strict=True)
         ]
 
-    def prepare(self, side: _Side) -> None:
-        """Compile a side's plan and run its first round, so that timings exclude the warm-up."""
-        begin = time.perf_counter()
-        side.engine = open_engine(side.plan)
-        name = "plain decoding" if side.name == PLAIN else side.name
-        with self.screen.working(f"compiling {name}"):
-            side.engine.compile()
-        self.clock.compiled(side.name, time.perf_counter() - begin)
-        warm_up(side.plan, side.requests)
-
     def decode(
         self, side: _Side, index: list[int], *, live: bool = False, repeat: int = 1
     ) -> Generation:
@@ -334,8 +317,7 @@ class _Decoding:
 
         `repeat` (from 1) is the number of the repeat, for the lines of progress.
         """
-        if side.engine is None:
-            self.prepare(side)
+        side.open(side.requests, self.screen, self.clock)
         marker = Marker(side.plan.model.tokenizer)
         decoded, ended = sum(len(result.token_ids) for result in side.results), 0
         ways = len(self.config.drafters) + self.with_plain
@@ -365,11 +347,11 @@ class _Decoding:
         return result
 
 
-def warm_up(plan: DecodePlan, requests: Sequence[Request]) -> None:
-    """Run one round of a plan's first requests and discard it, since first rounds are slow."""
-    with open_engine(plan, 1) as engine:
-        engine.submit(requests[: plan.options.batch_size])
-        engine.step()
+def _side(
+    name: str, planned: tuple[DecodePlan, Sequence[Request]], run: DrafterRun | None = None
+) -> _Side:
+    plan, requests = planned
+    return _Side(name, plan, requests=requests, run=run)
 
 
 def _groups(side: _Side) -> list[list[int]]:

@@ -14,6 +14,7 @@ from scipy.special import stdtrit
 
 from specjax import metrics
 from specjax.apps.run.predicted_speedup import measure_round_costs
+from specjax.apps.run.ways import speedup_of, turn_order
 from specjax.drafters import LoadedDrafter
 from specjax.engine.engine import Engine
 from specjax.engine.generate import Generation, decode_requests, open_engine
@@ -183,36 +184,6 @@ def _decode(plan: DecodePlan, engine: Engine, requests: Sequence[Request]) -> Ge
     if failed:
         raise InputError(failure_message(plan.model, failed))
     return result
-
-
-def turn_order(ways: int, repeat: int) -> list[int]:
-    """Return the order in which a repeat (from 0) decodes in each of `ways` ways.
-
-    Every other repeat runs backwards, so that a machine that slows down steadily affects all ways
-    equally, and each pair of repeats starts with another way.
-    """
-    return np.roll(range(ways), -(repeat // 2))[:: -1 if repeat % 2 else 1].tolist()
-
-
-def speedup_of(plain: Generation, drafted: Generation, *, with_prefill: bool = False) -> float:
-    """Return the tokens/s of `drafted` divided by those of `plain`.
-
-    Seconds of prefill count only with `with_prefill`.
-    """
-
-    def seconds_per_token(run: Generation) -> float:
-        return (run.decode_s + with_prefill * run.prefill_s) / run.new_tokens
-
-    return seconds_per_token(plain) / seconds_per_token(drafted)
-
-
-def median_repeat(pairs: Sequence[tuple[Generation, Generation]]) -> int:
-    """Return the index of the (plain, drafted) pair of results with the median speed-up.
-
-    Of an even number of pairs, it is the lower of the two in the middle.
-    """
-    ratios = [speedup_of(plain, drafted) for plain, drafted in pairs]
-    return sorted(range(len(pairs)), key=ratios.__getitem__)[(len(pairs) - 1) // 2]
 
 
 def speed_ratio(

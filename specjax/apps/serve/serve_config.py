@@ -17,6 +17,7 @@ from specjax.errors import InputError
 from specjax.fields import Inline, InputFile, Number, Text, Whole, optional, read_values
 from specjax.files.open_files import open_regular
 
+_OPTIONS = DecodeOptions(rounds_per_step=4)
 _LONGEST_KEY = 4096
 """The maximum size of an API key in bytes."""
 
@@ -30,9 +31,7 @@ class ServeConfig(DecodingFields):
     a server cannot have.
     """
 
-    options: Annotated[DecodeOptions, Inline({"rounds_per_step": 4})] = DecodeOptions(  # noqa: RUF009
-        rounds_per_step=4
-    )
+    options: Annotated[DecodeOptions, Inline({"rounds_per_step": 4})] = _OPTIONS
     sampling: SamplingParams = SamplingParams(temperature=1.0, max_new_tokens=512)  # noqa: RUF009
 
     host: Annotated[str, Text()] = "127.0.0.1"

@@ -43,6 +43,7 @@ ALL = "all"
 _OF_A_DRAFTER = ("drafter.", "tree.", "typical.")
 _MEASURED = ("num_speculative_tokens", "num_speculative_tokens_per_batch_size", "batch_size")
 """Options of decoding that differ between cells, or say how many rows decode together: one."""
+_ONE_ROW = DecodeOptions(batch_size=1)
 
 
 @dataclass(frozen=True)
@@ -101,9 +102,7 @@ class SpecBenchConfig(TargetFields):
     """Draft lengths: fixed, which is each drafter's own length; auto; or numbers, which for a tree
     count its first nodes. All numbers share one program per drafter, as wide as the longest.
     """
-    options: Annotated[DecodeOptions, Inline({"batch_size": 1}, without=_MEASURED)] = DecodeOptions(
-        batch_size=1
-    )  # noqa: RUF009 - frozen
+    options: Annotated[DecodeOptions, Inline({"batch_size": 1}, without=_MEASURED)] = _ONE_ROW
     max_new_tokens: Annotated[int, Whole(1)] = 128
     """The maximum number of tokens of an answer."""
     out: Annotated[str | Path, OutputFolder()] = "build/spec_bench"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,8 +23,7 @@ from specjax.apps.rows.decode_report import Clock, DrafterRun, device_name, summ
 from specjax.apps.rows.records import Conditions, RunHeader
 from specjax.apps.rows.report_file import ReportFile
 from specjax.apps.run.decode_config import ConfigDrafter, load_target
-from specjax.apps.run.decode_run import warm_up
-from specjax.apps.run.measure_speedups import turn_order
+from specjax.apps.run.ways import Way, turn_order
 from specjax.apps.spec_bench.answers_file import finished_rows
 from specjax.apps.spec_bench.config import Cell, SpecBenchConfig
 from specjax.apps.spec_bench.programs import Programs
@@ -33,7 +31,7 @@ from specjax.apps.tuning.weight_bandwidth import memory_bandwidth, pass_bytes
 from specjax.controllers import Fixed
 from specjax.drafters import DRAFTER_KIND
 from specjax.engine.engine import Engine
-from specjax.engine.generate import Generation, decode_requests, open_engine
+from specjax.engine.generate import Generation, decode_requests
 from specjax.engine.options import AUTO
 from specjax.engine.outputs import failure_message
 from specjax.engine.plan import DecodePlan, longest_row
@@ -45,19 +43,18 @@ from specjax.loading.texts.questions import Question
 from specjax.sampling import derived_seed
 
 
-@dataclass
-class _Way:
+@dataclass(kw_only=True)
+class _Way(Way):
     """A cell while it is measured: its program, its answers so far, and its file."""
 
     cell: Cell
-    plan: DecodePlan
     run: DrafterRun
     path: Path
     file: ReportFile
     clock: Clock = field(default_factory=Clock)
 
     @property
-    def name(self) -> str:
+    def label(self) -> str:
         """The drafter with its options, and its draft length if that is a number."""
         return self.cell.entry if self.limit is None else f"{self.cell.entry}, {self.limit}"
 
@@ -112,21 +109,21 @@ class Measuring:
                 for question, ids in zip(config.chosen, self._prompts, strict=True)
             )
             programs = Programs(config, self.model, capacity, screen)
-            self._ways = [
-                _Way(
-                    cell,
-                    programs.plan(cell),
-                    DrafterRun(
-                        _header(cell, self.model, mesh, programs.drafter(cell)),
-                        programs.drafter(cell).trees,
-                        rows=done,
-                        num_reported=len(done) or -1,
-                    ),
-                    path,
-                    ReportFile(path, screen.say, resumed=bool(done)),
+            self._ways = []
+            for cell, path, done in zip(config.cells, paths, rows, strict=True):
+                made = programs.drafter(cell)
+                header = _header(cell, self.model, mesh, made)
+                reported = len(done) or -1
+                self._ways.append(
+                    _Way(
+                        header.drafter,
+                        programs.plan(cell),
+                        cell=cell,
+                        run=DrafterRun(header, made.trees, rows=done, num_reported=reported),
+                        path=path,
+                        file=ReportFile(path, screen.say, resumed=bool(done)),
+                    )
                 )
-                for cell, path, done in zip(config.cells, paths, rows, strict=True)
-            ]
         self._engines: dict[Any, Engine] = {}
         counts = [len(question.turns) for question in config.chosen]
         self._first_batch = list(itertools.accumulate(counts, initial=0))
@@ -191,21 +188,16 @@ class Measuring:
             request = Request(0, tuple(prompt), replace(way.cell.config.sampling, seed=seed))
             answer = decode_requests(engine.plan, [request], engine=engine)
             if answer.failed_rows:
-                failed = {f"{_name(question, turn)}, with {way.name}": answer.failed_rows[0]}
+                failed = {f"{_name(question, turn)}, with {way.label}": answer.failed_rows[0]}
                 raise InputError(failure_message(self.model, failed))
             texts.append(answer.texts[0])
             yield engine.plan, request, replace(answer, longest_path=way.longest_path)
 
     def _engine(self, way: _Way) -> Engine:
         """Return the engine for a cell, compiled when it is first used."""
-        engine = self._engines.get(way.engine_key)
-        if engine is None:
-            engine = self._engines[way.engine_key] = open_engine(way.plan)
-            begin = time.perf_counter()
-            with self._screen.working(f"compiling {way.cell.entry}"):
-                engine.compile()
-            way.clock.compiled(way.run.drafter, time.perf_counter() - begin)
-            warm_up(way.plan, [Request(0, tuple(self._prompts[0][0]), way.cell.config.sampling)])
+        way.engine = self._engines.get(way.engine_key)
+        request = Request(0, tuple(self._prompts[0][0]), way.cell.config.sampling)
+        engine = self._engines[way.engine_key] = way.open([request], self._screen, way.clock)
         if way.limit is not None:
             engine.control(Fixed(way.limit))
         return engine
@@ -245,7 +237,7 @@ class Measuring:
         seconds = sum(answer.decode_s for answer in answers)
         speed = sum(answer.new_tokens for answer in answers) / seconds
         done = self.num_finished
-        self._screen.progress(way.name, done, self.num_units, speed, done / self.num_units)
+        self._screen.progress(way.label, done, self.num_units, speed, done / self.num_units)
 
 
 def _encoded(config: SpecBenchConfig, model: Model, question: Question) -> list[list[int]]:
