@@ -121,8 +121,12 @@ def _meanings(source: type, prefix: str = "") -> Iterator[tuple[str, str]]:
         else:
             text = (inspect.getdoc(section) or "").partition(FIELDS)[0]
             yield name, " ".join(text.split()).partition(" Raises ")[0]
-        if section is not None:
-            yield from _meanings(section, f"{name}." if inline_in(hint) is None else prefix)
+        inline = inline_in(hint)
+        if inline is not None:
+            inside = _meanings(section, prefix)
+            yield from (each for each in inside if each[0] not in inline.without)
+        elif section is not None:
+            yield from _meanings(section, f"{name}.")
 
 
 def _kind(kinds: Any, name: str) -> Any:

@@ -46,6 +46,24 @@ class DistributedConfig:
 ONE_DEVICE, ONE_PROCESS = MeshConfig(), DistributedConfig()
 
 
+@dataclass(frozen=True, kw_only=True)
+class MeshFields:
+    """The section of a config with the devices of a run."""
+
+    mesh: MeshConfig = ONE_DEVICE
+    """data x model devices: rows are sharded over data, weights and heads over model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceFields(MeshFields):
+    """The sections of a config with the devices and processes of a run."""
+
+    distributed: DistributedConfig = ONE_PROCESS
+    """Several processes: coordinator_address, num_processes, process_id; or cluster=true, which
+    asks the scheduler (Slurm, Kubernetes, TPU pods).
+    """
+
+
 def mesh_fields() -> ml_collections.ConfigDict:
     """Return the section `mesh` for a config file, with the defaults of `MeshConfig`."""
     return config_of(MeshConfig)

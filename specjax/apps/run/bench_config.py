@@ -6,12 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from specjax.apps.command_line.mesh_config import (
-    ONE_DEVICE,
-    ONE_PROCESS,
-    DistributedConfig,
-    MeshConfig,
-)
+from specjax.apps.command_line.mesh_config import DeviceFields
 from specjax.apps.run.decode_config import TargetFields
 from specjax.engine.options import DRAFT_LENGTH, FIXED
 from specjax.fields import InputFile, Items, Number, OutputFile, Text, Whole, optional
@@ -23,7 +18,7 @@ _TEMPERATURES = Items(Number(0.0), least=1, remedy="use numbers of at least 0, s
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchConfig(TargetFields):
+class BenchConfig(DeviceFields, TargetFields):
     """The fields of `specjax.bench`'s config, with their defaults."""
 
     widths: Annotated[tuple[int, ...], _SIZES] = (1, 2, 4, 8, 16, 32)
@@ -63,7 +58,3 @@ class BenchConfig(TargetFields):
 
     report: Annotated[Path | None, optional(OutputFile())] = None
     """The file of JSON lines to write; its folder is created."""
-    mesh: MeshConfig = ONE_DEVICE
-    """data x model devices: rows are sharded over data, weights and heads over model."""
-    distributed: DistributedConfig = ONE_PROCESS
-    """Several processes, as for specjax.decode."""

@@ -11,12 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from jax.sharding import Mesh
 
-from specjax.apps.command_line.mesh_config import (
-    ONE_DEVICE,
-    ONE_PROCESS,
-    DistributedConfig,
-    MeshConfig,
-)
+from specjax.apps.command_line.mesh_config import DeviceFields
 from specjax.apps.run.built_in_prompts import questions_of
 from specjax.apps.tuning.choose_tree import with_fastest_trees
 from specjax.drafters import (
@@ -303,7 +298,7 @@ def _prompt(question: Question, turn: int, answers: Sequence[str], chat: bool) -
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeConfig(DecodingFields, PromptFields):
+class DecodeConfig(DeviceFields, DecodingFields, PromptFields):
     """The config of `specjax.decode`; None means that specjax chooses.
 
     Raises InputError for fields that contradict one another.
@@ -319,13 +314,6 @@ class DecodeConfig(DecodingFields, PromptFields):
     """
     report: Annotated[Path | None, optional(OutputFile())] = None
     """The file of JSON lines to write; its folder is created."""
-
-    mesh: MeshConfig = ONE_DEVICE
-    """data x model devices: rows are sharded over data, weights and heads over model."""
-    distributed: DistributedConfig = ONE_PROCESS
-    """Several processes: coordinator_address, num_processes, process_id; or cluster=true, which
-    asks the scheduler (Slurm, Kubernetes, TPU pods).
-    """
     written: Mapping[str, Any] = field(default_factory=dict)
     """The values of the config file and the command line as they were given, by section."""
 

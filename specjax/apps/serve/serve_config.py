@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from specjax.apps.command_line.mesh_config import ONE_DEVICE, MeshConfig
+from specjax.apps.command_line.mesh_config import MeshFields
 from specjax.apps.run.decode_config import DecodingFields
 from specjax.engine.options import DecodeOptions
 from specjax.engine.plan import check_pages_on_mesh
@@ -23,7 +23,7 @@ _LONGEST_KEY = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig(DecodingFields):
+class ServeConfig(MeshFields, DecodingFields):
     """The config of a server; None means that specjax chooses.
 
     `sampling` are the parameters for fields that a request leaves out. With `logprobs` requests may
@@ -49,8 +49,6 @@ class ServeConfig(DecodingFields):
     """The maximum size of a request; larger ones are refused with status 413."""
     shutdown_s: Annotated[float, Number(0.0, 1e6)] = 30.0
     """Seconds that running requests get after Ctrl-C or SIGTERM, before they are aborted."""
-    mesh: MeshConfig = ONE_DEVICE
-    """data x model devices: rows are sharded over data, weights and heads over model."""
 
     written: Mapping[str, Any] = field(default_factory=dict)
     """The fields as they were given, by section."""

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from specjax.apps.command_line.config_file import config_of, overridden
 from specjax.apps.command_line.flags import Listed
-from specjax.apps.command_line.mesh_config import ONE_DEVICE, MeshConfig
+from specjax.apps.command_line.mesh_config import MeshFields
 from specjax.apps.report import picture_files
 from specjax.apps.run.built_in_prompts import questions_of
 from specjax.apps.run.decode_config import DecodeConfig, TargetFields
@@ -75,7 +75,7 @@ class Cell:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpecBenchConfig(TargetFields):
+class SpecBenchConfig(MeshFields, TargetFields):
     """The config of `specjax.spec_bench`; None means that specjax chooses."""
 
     prompts: Annotated[Path | None, optional(InputFile())] = None
@@ -109,8 +109,6 @@ class SpecBenchConfig(TargetFields):
     """The folder of the run, from which the same command resumes."""
     formats: Annotated[str | tuple[str, ...], Listed(Choice(picture_files.FORMATS))] = "svg,pdf"
     """Picture formats, among png,svg,pdf."""
-    mesh: MeshConfig = ONE_DEVICE
-    """data x model devices, as for specjax.decode."""
     written: Mapping[str, Any] = field(default_factory=dict)
     """The values of the config file and the command line as they were given, by section."""
     chosen: tuple[Question, ...] = ()
