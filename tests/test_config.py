@@ -2,6 +2,9 @@
 
 import dataclasses
 import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Annotated
 
 import pytest
@@ -9,22 +12,26 @@ import pytest
 from specjax.apps.command_line import command
 from specjax.apps.command_line.config_file import packaged_configs, read_config
 from specjax.apps.doctor import doctor
+from specjax.apps.doctor.doctor import DoctorConfig
 from specjax.apps.run import bench, decode
-from specjax.apps.run.decode_config import read_decode_config
+from specjax.apps.run.bench_config import BenchConfig
+from specjax.apps.run.decode_config import DecodeConfig, read_decode_config
 from specjax.apps.serve import serve
 from specjax.apps.serve.serve_config import ServeConfig
+from specjax.apps.spec_bench.config import SpecBenchConfig
 from specjax.controllers import Fixed
 from specjax.drafters import DRAFTERS, drafter_options, option_type
 from specjax.engine.options import DecodeOptions
 from specjax.engine.requests import SamplingParams
 from specjax.errors import InputError
-from specjax.fields import Whole, dotted
+from specjax.fields import Whole, dataclass_in, dotted, fields_of, inline_in, type_hints
 from specjax.loading.texts.questions import Question
 from specjax.methods.corpus.index_folder import IndexFolder
 from specjax.methods.ngram import Ngram
 from specjax.sampling import RULES
 from train import corpus, distill, eagle, generate, layerskip, medusa, mtp
 
+ROOT = Path(__file__).parent.parent
 DEFAULT = "configs/decode_smollm2.py"
 
 
@@ -175,7 +182,7 @@ def test_one_line_and_exit_code(capsys):
 def test_defaults_are_those_of_python_but_for_those_that_help_explains():
     config = read_decode_config(read().to_dict())
     assert config.sampling == SamplingParams()
-    differing = {"batch_size": 1, "verify": RULES["rejection"]}
+    differing = {"batch_size": 1, "rounds_per_step": 4, "verify": RULES["rejection"]}
     assert config.options == dataclasses.replace(DecodeOptions(), **differing)
     benched = read("--config=bench_smollm2")
     assert (benched.target, benched.dtype) == (config.target, config.dtype)
@@ -188,9 +195,9 @@ def test_fixed_lengths_are_the_default_of_every_command():
         config = read(*changes).to_dict()
         assert read_decode_config(config).options.num_speculative_tokens == length
     lengths = {
-        **dict.fromkeys(("decode_smollm2", "serve_smollm2"), "fixed"),
+        **dict.fromkeys(("decode_smollm2", "serve_smollm2", "doctor_smollm2"), "fixed"),
         **dict.fromkeys(("bench_smollm2", "spec_bench"), ("fixed",)),
-        **dict.fromkeys(("doctor_smollm2", "generate_smollm2"), None),
+        "generate_smollm2": None,
         **{name: None for name in packaged_configs() if name.startswith("train_")},
     }
     for name, length in lengths.items():
@@ -361,3 +368,71 @@ def test_turn_taking_need_a_chat_template(chatty, tiny):
 def test_when_outputs_are_compared(verify, temperature):
     one = job(verify=verify, sampling={"temperature": temperature})
     assert one.comparable == (verify == "coupled" or temperature == 0)
+
+
+CONFIGS = {
+    config: fields_of(config)
+    for config in (DecodeConfig, ServeConfig, SpecBenchConfig, DoctorConfig, BenchConfig)
+}
+# What a benchmark varies is a list of values, and where it reads a file again it takes no pipe.
+VARIED = {"num_speculative_tokens", "temperatures", "drafters", "max_new_tokens"}
+VARIED |= {"prompts", "turns", "report"}
+
+
+def test_an_option_is_declared_once():
+    """In one dataclass, whichever commands have it."""
+    homes = {}
+    for config in CONFIGS:
+        for base in filter(dataclasses.is_dataclass, config.__mro__):
+            for name in vars(base).get("__annotations__", {}):
+                hint = type_hints(base)[name]
+                if inline_in(hint) is not None:
+                    for inside in fields_of(dataclass_in(hint)):
+                        homes.setdefault(inside, set()).add(dataclass_in(hint))
+                elif name in fields_of(base):
+                    homes.setdefault(name, set()).add(base)
+    several = {name for name, classes in homes.items() if len(classes) > 1}
+    settable = {name for kinds in CONFIGS.values() for name in kinds}
+    assert several & settable <= VARIED | {"sampling"}  # a section with other defaults
+
+
+ONE_LINE_MORE = """
+import importlib.util, sys
+from specjax.engine import options
+spec = importlib.util.find_spec("specjax.engine.options")
+line = "    seed: Annotated[int, SEED] = 0"
+source = spec.loader.get_source(spec.name)
+assert source.count(line) == 1
+source = source.replace(line, "    patience: Annotated[int, Whole(1)] = 7\\n" + line)
+exec(compile(source, spec.origin, "exec"), vars(options))
+import specjax.engine.generate
+from specjax.apps.run import decode
+from specjax.apps.command_line.config_file import config_of, read_config
+from specjax.apps.run.decode_config import DecodeConfig, read_decode_config
+from specjax.apps.serve.serve_config import ServeConfig, read_serve_config
+from specjax.apps.spec_bench.config import SpecBenchConfig, read_spec_bench_config
+
+for source, read in (
+    (DecodeConfig, read_decode_config),
+    (ServeConfig, read_serve_config),
+    (SpecBenchConfig, read_spec_bench_config),
+):
+    name = {DecodeConfig: "decode_smollm2", ServeConfig: "serve_smollm2"}.get(source, "spec_bench")
+    config = read(read_config(["--config.patience=9"], name, source).to_dict())
+    assert config.options.patience == 9, config
+    if source is SpecBenchConfig:
+        assert {cell.config.options.patience for cell in config.cells} == {9}
+assert options.DecodeOptions(patience=3).patience == 3
+assert "patience" in str(__import__("inspect").signature(specjax.engine.generate.generate))
+decode.main(["--help"])
+"""
+
+
+def test_a_new_option_takes_one_line():
+    """It is settable from Python, decode, serve and spec_bench, and checked and in the help."""
+    done = subprocess.run(
+        [sys.executable, "-c", ONE_LINE_MORE], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    assert "  patience = 7\n" in done.stdout
+    assert "[a whole number of at least 1]" in done.stdout

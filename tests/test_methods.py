@@ -34,7 +34,7 @@ OTHER_THINGS = {
 }
 """Words that mean something else, or the simulated acceptance of such a drafter."""
 LAYOUTS = {
-    "specjax/export.py": {"medusa"},
+    "specjax/apps/export.py": {"medusa"},
     "specjax/methods/heads/checkpoint.py": {"eagle"},
 }
 """Names of published layouts that are those of the methods."""

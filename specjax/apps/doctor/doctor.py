@@ -29,6 +29,7 @@ from specjax.apps.run.decode_config import (
     PromptFields,
     load_target,
     make_config_drafter,
+    with_questions,
 )
 from specjax.core.none import PLAIN_DECODING
 from specjax.drafters import TRAINED, LoadedDrafter
@@ -80,7 +81,7 @@ def read_doctor_config(written: Mapping[str, Any]) -> DoctorConfig:
 
     Checks that need the model are made later. Raises InputError for an invalid field.
     """
-    return read_values(DoctorConfig, written).with_questions()
+    return with_questions(read_values(DoctorConfig, written))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

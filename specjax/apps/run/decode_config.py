@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from jax.sharding import Mesh
 
@@ -231,18 +231,6 @@ class PromptFields:
     questions: tuple[Question, ...] = ()
     """The conversations to decode, read from `prompt` or `prompts` by `with_questions`."""
 
-    def with_questions(self) -> Self:
-        """Return the config with its questions read; raise InputError if they cannot be."""
-        if self.prompt is None:
-            chosen = select(questions_of(self.prompts), self.limit, self.per_task)
-        elif self.prompts is None:
-            chosen = [Question(0, "", (self.prompt,))]
-        else:
-            raise InputError(
-                f"prompts={str(self.prompts)!r}: prompt is given too; leave one of the two out"
-            )
-        return replace(self, questions=tuple(chosen))
-
     @property
     def num_turns(self) -> int:
         """The number of turns of the longest conversation."""
@@ -278,6 +266,23 @@ class PromptFields:
             _prompt(self.questions[index], turn, answers.get(index, ()), chat)
             for index in self.turn(turn)
         ]
+
+
+OwnFields = TypeVar("OwnFields", bound=PromptFields)
+"""The config class of a command with prompts."""
+
+
+def with_questions(config: OwnFields) -> OwnFields:
+    """Return a config with its questions read; raise InputError if they cannot be."""
+    if config.prompt is None:
+        chosen = select(questions_of(config.prompts), config.limit, config.per_task)
+    elif config.prompts is None:
+        chosen = [Question(0, "", (config.prompt,))]
+    else:
+        raise InputError(
+            f"prompts={str(config.prompts)!r}: prompt is given too; leave one of the two out"
+        )
+    return replace(config, questions=tuple(chosen))
 
 
 def has_chat_template(target: Model) -> bool:
@@ -380,7 +385,7 @@ def read_decode_config(written: Mapping[str, Any]) -> DecodeConfig:
     Files of prompts are read. Checks that need the model are made later. Raises InputError for an
     invalid field.
     """
-    return replace(read_values(DecodeConfig, written), written=written).with_questions()
+    return with_questions(replace(read_values(DecodeConfig, written), written=written))
 
 
 def _with_thresholds(rule: Rule, thresholds: Mapping[str, float | None]) -> Rule:
