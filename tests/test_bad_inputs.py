@@ -22,7 +22,7 @@ from specjax.apps import corpus_index, export
 from specjax.apps.command_line.flags import Listed
 from specjax.apps.doctor import doctor
 from specjax.apps.report import report
-from specjax.apps.run import bench, decode, decode_config
+from specjax.apps.run import bench, decode
 from specjax.apps.run.decode_config import DecodeConfig
 from specjax.apps.serve import serve
 from specjax.apps.serve.serve_config import ServeConfig
@@ -121,11 +121,12 @@ TEXTS = {
     fields.InputFolder: [*_PATHS, "nosuch", "file", "/dev/null"],
     fields.OutputFile: [*_PATHS, "folder", "/dev/full", "/dev/stdout", "/proc/x"],
     fields.OutputFolder: [*_PATHS, "file", "file/x/y", "/dev/full"],
+    options.RuleField: ["", "nosuch", "AUTO"],
     options.Ladder: [
         *["5", "x", "(1,", "(1, 2)", "((1, 2),)", "((None,),)", "((4, 2, 1),)", "((0, 2, 1),)"],
         *["((1, 4, 1025),)", "((1, 4, -1),)", "((1, 4, 2), (3, 9, 1))", "(('a', 2, 3),)"],
     ],
-    decode_config.DraftLengthText: ["", "x", "-1", "1.5", "1025", str(10**6), MANY_DIGITS],
+    options.DraftLengthField: ["", "x", "-1", "1.5", "1025", str(10**6), MANY_DIGITS],
     train_config.TargetName: _PATHS,
     train_config.RunFolder: [*_PATHS, "file", "file/x/y", "/dev/full", "."],
     train_config.HeadFolder: [*_PATHS, "nosuch", "file", "EAGLE3"],
