@@ -571,7 +571,7 @@ def read_values(
     """
     problems = Problems()
     checked = _checked(fields_of(source), values, "", problems)
-    valid = dotted(checked)
+    valid = {name: value for name, value in dotted(checked).items() if value is not _ABSENT}
     for cross_check in cross_checks:
         if valid.keys() >= set(cross_check.names):
             with problems.collect():
@@ -598,11 +598,14 @@ def _made(
         elif (mark := inline_in(hint)) is not None:
             arguments[name] = _made(section, checked, problems, mark)
         elif section is not None and name in checked:
-            arguments[name] = _made(section, checked[name], problems)
+            inside = checked[name]
+            arguments[name] = _ABSENT if inside is _ABSENT else _made(section, inside, problems)
         elif section is not None and section is not hint:
             arguments[name] = None
         elif kind_of(hint) is not None:
-            arguments[name] = checked.get(name, _ABSENT)
+            value = checked.get(name, _ABSENT)
+            inside = value.values() if isinstance(value, Mapping) else ()
+            arguments[name] = _ABSENT if any(each is _ABSENT for each in inside) else value
     if not any(value is _ABSENT for value in arguments.values()):
         with problems.collect():
             return source(**arguments)
@@ -649,6 +652,7 @@ def check_values(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
 def _checked(
     fields: Fields, values: Mapping[str, Any], prefix: str, problems: Problems
 ) -> dict[str, Any]:
+    """Return the checked values; those of fields that are missing or invalid are `_ABSENT`."""
     for name, value in values.items():
         if name not in fields:
             problems.add(unknown_name(prefix, name, value, fields))
@@ -661,6 +665,7 @@ def _checked(
         if isinstance(kind, DependentFields):
             section = values.get(name)
             kind = kind.of(section.get(kind.on) if isinstance(section, Mapping) else None)
+        checked[name] = _ABSENT
         if name not in values:
             problems.add(f"{prefix}{name} is missing: give it a value")
         elif isinstance(kind, Mapping):

@@ -212,7 +212,6 @@ def test_every_field(command, parts, folder, capsys, monkeypatch):
     # Refused before any long work.
     for module in (
         "specjax.apps.run.decode_config",
-        "specjax.apps.run.bench_run",
         "train.run.setup",
         "train.generate",
     ):
@@ -222,6 +221,10 @@ def test_every_field(command, parts, folder, capsys, monkeypatch):
     if command in ("train.block", "train.eagle", "train.distill", "train.layerskip", "train.mtp"):
         # What all methods share is tried with one of them.
         shared = {**fields_of(TrainingConfig), "model": None}
+        kinds = {name: kind for name, kind in kinds.items() if kind != shared.get(name)}
+    if command in ("specjax.doctor", "specjax.serve", "specjax.bench", "specjax.spec_bench"):
+        # So is what they share with decoding.
+        shared = fields_of(DecodeConfig)
         kinds = {name: kind for name, kind in kinds.items() if kind != shared.get(name)}
     if command != "train.mtp":  # its config file alone has the section
         kinds = {name: kind for name, kind in kinds.items() if name != "model"}
@@ -241,9 +244,9 @@ def test_every_field(command, parts, folder, capsys, monkeypatch):
 @pytest.mark.parametrize("command", FLAGS)
 def test_every_flag(command, folder, capsys, monkeypatch):
     main, parser, needed = FLAGS[command]
-    for module in ("specjax.export", "train.features", "train.import_responses"):
+    for module in ("specjax.apps.export", "train.features", "train.import_responses"):
         monkeypatch.setattr(f"{module}.load_model", None)
-    monkeypatch.setattr("specjax.corpus_index.open_tokenizer", None)
+    monkeypatch.setattr("specjax.apps.corpus_index.open_tokenizer", None)
     problems = []
     for name, kind in parser.fields.items():
         others = [f"--{flag}={value}" for flag, value in needed.items() if flag != name]
