@@ -152,7 +152,7 @@ PAGES = [
     ROOT / "scripts" / "README.md",
     *sorted(DOCS.glob("*.md")),
 ]
-# As they were written on their day: what they name may be gone.
+# They name commands of their day: scripts and modules may be gone.
 RECORDS = sorted((DOCS / "experiments").glob("*.md"))
 
 
