@@ -10,7 +10,7 @@ first. `--predict` loads the target and times the parts of each run's rounds to 
 speed-up. An earlier report in DIR is replaced, unless it changed or DIR holds anything else.
 Interrupted runs are marked; beside them only prompts
 that all runs answered are compared. `--html` loads the target, computes the rounds of the first
-answers again, and writes them into one page that shows them step by step (docs/playground.md).
+answers again, and writes them into one page that shows them step by step (docs/serving.md#the-playground).
 
 Exit codes: 0; 2 for bad input; 130 after Ctrl-C or SIGTERM.
 """

@@ -72,7 +72,7 @@ class Playground:
         ]
 
     async def page(self, request: Request) -> Response:
-        """Answer GET / with the page (docs/playground.md)."""
+        """Answer GET / with the page (docs/serving.md)."""
         if self._text is None:
             # Its tables and what it offers are computed once.
             self._text = await anyio.to_thread.run_sync(self._page)
