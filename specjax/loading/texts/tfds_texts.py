@@ -21,7 +21,7 @@ def import_tfds() -> Any:
         from array_record.python import array_record_module  # noqa: F401
     except ImportError as error:
         raise InputError(
-            f"{error.name} is missing: pip install tensorflow-datasets array_record"
+            f"{error.name} is not installed; pip install 'specjax[train]'"
         ) from None
     return tfds
 
