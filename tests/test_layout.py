@@ -258,9 +258,7 @@ def test_what_is_imported_is_required(package):
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     required = requirements(config["options"]["install_requires"])
-    extra = {
-        name: requirements(lines) for name, lines in config["options.extras_require"].items()
-    }
+    extra = {name: requirements(lines) for name, lines in config["options.extras_require"].items()}
     used = {
         module.split(".")[0]
         for file in (ROOT / package).rglob("*.py")

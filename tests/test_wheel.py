@@ -43,7 +43,7 @@ def test_a_wheel_holds_modules_configs_and_heads():
     for target, kinds in shipped_heads().items():
         for kind in kinds:
             folder = f"specjax/shipped_heads/{target}/{kind}"
-            assert {f"{folder}/specjax_folder.json", f"{folder}/_CHECKPOINT_METADATA"} <= files
+            assert {f"{folder}/specjax_folder.json", f"{folder}/model.safetensors"} <= files
 
 
 # What the extra `train` brings; flax needs optax, too.
