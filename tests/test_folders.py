@@ -146,6 +146,13 @@ def test_what_is_not_damaged_loads(kind, saved, model):
     LOAD[kind](model, saved / kind)
 
 
+@pytest.mark.parametrize("kind", SAVE)
+def test_all_files_have_the_permissions_of_new_files(kind, saved, tmp_path):
+    (tmp_path / "new").touch()
+    files = [path for path in (saved / kind).rglob("*") if path.is_file()]
+    assert {path.stat().st_mode for path in files} == {(tmp_path / "new").stat().st_mode}
+
+
 def test_models_of_others_need_no_marker(saved, model, tmp_path):
     shutil.copytree(saved / "safetensors model", tmp_path / "theirs")
     (tmp_path / "theirs" / MARKER).unlink()

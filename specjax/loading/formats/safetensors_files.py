@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from specjax.errors import InputError, one_line, shown
+from specjax.files.atomic_writes import set_usual_mode
 from specjax.files.open_files import regular_file
 from specjax.loading.tokenizers.huggingface_tokenizer import read_json
 
@@ -173,5 +174,6 @@ def write_tensors(tensors: Mapping[str, np.ndarray], path: Path, notes: Mapping[
         # `ascontiguousarray` would give an axis to what has none.
         whole = {name: np.asarray(tensor, order="C") for name, tensor in tensors.items()}
         save_file(whole, path, metadata={**notes, **PRODUCER})
+        set_usual_mode(path)  # safetensors writes a file for its owner only
     except SafetensorError as error:
         raise OSError(one_line(error)) from None
