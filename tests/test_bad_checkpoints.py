@@ -275,7 +275,7 @@ def test_damage_of_a_drafter_is_an_error_of_one_line(sealed, tmp_path, capfd, ca
     for copy, name, size in damages(tmp_path / "drafter", tmp_path, "drafter", sealed):
         said = load_damaged(copy, lambda copy: load_drafter(copy)[0], DRAFTER, capfd, caplog)
         if said is not None:
-            assert name in said
+            assert name in said or (not sealed and "holds no checkpoint" in said)
             noticed.append((name, size is None or size > 0))
     names = {"specjax_checkpoint.json", "model.safetensors"}
     if sealed:
@@ -288,7 +288,10 @@ def test_damage_of_a_drafter_is_an_error_of_one_line(sealed, tmp_path, capfd, ca
     [
         ({}, "model.safetensors holds no arrays"),
         ({"a": np.ones(2), "a.b": np.ones(2)}, "a.b is there twice, as a value and as a section"),
-        ({"a.b.c": np.ones(2), "a.b": np.ones(2)}, "is there twice, as a value and as a section"),
+        (
+            {"a.b.c": np.ones(2), "a.b": np.ones(2)},
+            "a.b.c is there twice, as a value and as a section",
+        ),
         ({"a": np.ones(2, jnp.float8_e5m2)}, "a is of the type F8_E5M2"),
     ],
 )
