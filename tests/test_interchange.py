@@ -782,7 +782,7 @@ def test_attention_biases_come_with_a_zero_on_the_output(tmp_path):
 def test_own_folders_and_those_of_others_are_told_apart(tiny, tmp_path):
     head, own, theirs = eagle_head(tiny), tmp_path / "own", tmp_path / "theirs"
     save_head(head, own)
-    written_head(theirs, head, "eagle3", tiny)
+    write_foreign(head, theirs, "eagle3", tiny)
     assert (own / "model.safetensors").is_file()
     assert (theirs / "model.safetensors").is_file()
     assert kind_of_head(own) == kind_of_head(theirs) == "eagle3"
