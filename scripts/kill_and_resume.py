@@ -43,6 +43,7 @@ from specjax.apps.command_line import command
 from specjax.apps.command_line.flags import Listed, Parser
 from specjax.fields import Choice, Whole, dotted
 from specjax.files.folder_checksums import LOCK
+from specjax.loading.checkpoints import load_drafter
 from specjax.loading.storage import orbax_checkpoint
 from specjax.loading.storage.checkpoint_directory import ARRAYS, is_checkpoint, read_marker
 from train.data.examples import METADATA
@@ -251,11 +252,12 @@ def _training(folder: Path) -> Content:
     found = {"steps of checkpoints": str(workdir.steps)}
     for name in ("export", "export/head", "export/target"):
         if is_checkpoint(folder / name):
-            kind = read_marker(folder / name).kind
-            found |= _checkpoint(name, orbax_checkpoint.look(folder / name, kind))
+            is_model = read_marker(folder / name).kind == "model"
+            read = _model if is_model else load_drafter
+            found |= _parts(name, *read(folder / name))
     last = run_checkpoints.last_checkpoint(workdir)
     if last is not None:
-        found |= _checkpoint("checkpoint", last.found)
+        found |= _parts("checkpoint", *_restored(last.found))
     for number, row in enumerate(read_metrics(workdir)):
         timeless = {name: value for name, value in row.items() if name not in _TIMES}
         found[f"metrics, line {number + 1}"] = json.dumps(timeless)
@@ -263,15 +265,23 @@ def _training(folder: Path) -> Content:
     return found
 
 
-def _checkpoint(name: str, saved: orbax_checkpoint.Found) -> Content:
+def _model(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    return _restored(orbax_checkpoint.look(folder, "model"))
+
+
+def _restored(saved: orbax_checkpoint.Found) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the arrays and the metadata of a checkpoint that Orbax wrote."""
     orbax_checkpoint.verify(saved)
     sharding = SingleDeviceSharding(jax.devices()[0])
     wanted = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), saved.arrays
     )
-    arrays = orbax_checkpoint.restore(saved, wanted)
+    return orbax_checkpoint.restore(saved, wanted), saved.metadata
+
+
+def _parts(name: str, arrays: Mapping[str, Any], metadata: Mapping[str, Any]) -> Content:
     found = {f"{name} {path}": _digest(value) for path, value in dotted(arrays).items()}
-    return found | {f"{name}'s metadata": _record(saved.metadata)}
+    return found | {f"{name}'s metadata": _record(metadata)}
 
 
 def _digest(array: Any) -> str:

@@ -701,6 +701,25 @@ def dotted(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return values
 
 
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the nested dict that has `values`, the reverse of `dotted`.
+
+    Raises ValueError if a name is also that of a section, such as "eval" beside "eval.every".
+    """
+    root: dict[str, Any] = {}
+    for name, value in values.items():
+        *sections, last = name.split(".")
+        node = root
+        for section in sections:
+            node = node.setdefault(section, {})
+            if not isinstance(node, dict):
+                break
+        if not isinstance(node, dict) or last in node:
+            raise ValueError(f"{name} is there twice, as a value and as a section")
+        node[last] = value
+    return root
+
+
 def first_difference(first: Any, second: Any) -> tuple[str, Any, Any] | None:
     """Return the dotted name of the first field in which two dataclass instances differ.
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from bad_input import refused
 from conftest import slow
+from safetensors.numpy import save_file
 from test_checkpoints import CONFIG, assert_same, mesh_of
 from tiny_models import with_modules
 
@@ -116,7 +117,7 @@ def test_metadata_that_do_not_fit_are_refused_before_arrays_are_read(
 ):
     model, folder = models[which], tmp_path / "odd"
     metadata = changed(metadata_of(model), names, values)
-    orbax_checkpoint.save(folder, "model", model.arrays, metadata, overwrite=False)
+    orbax_checkpoint.save(folder, model.arrays, metadata, overwrite=False)
     monkeypatch.setattr(orbax_checkpoint, "restore", None)
     assert refused(lambda: load_model(folder), said).startswith(f"{folder}: ")
 
@@ -124,7 +125,7 @@ def test_metadata_that_do_not_fit_are_refused_before_arrays_are_read(
 def test_modules_of_another_model_are_refused(models, tmp_path):
     metadata = {**metadata_of(models["plain"]), "mtp": metadata_of(models["modules"])["mtp"]}
     arrays = models["plain"].arrays
-    orbax_checkpoint.save(tmp_path / "odd", "model", arrays, metadata, overwrite=False)
+    orbax_checkpoint.save(tmp_path / "odd", arrays, metadata, overwrite=False)
     refused(lambda: load_model(tmp_path / "odd"), "missing: mtp.modules")
 
 
@@ -205,6 +206,7 @@ def test_one_kind_is_not_taken_for_the_other(saved, tmp_path):
         ({"a": np.array(["x"])}, {}, "params..a.. is ndarray"),
         ({"a.b": np.ones(2)}, {}, "params..a.b.. is .* by names without dots"),
         ({"a": {1: np.ones(2)}}, {}, "params..a...1. is .* by names without dots"),
+        ({"a": jnp.ones(2, jnp.float8_e4m3fn)}, {}, "a is float8_e4m3fn, .*; use bool, int8, "),
         ({"a": np.ones(2)}, {"f": {1, 2}}, "the metadata are not JSON .*set"),
         ({"a": np.ones(2)}, {"f": np.float32(1)}, "the metadata are not JSON .*float32"),
         ({"a": np.ones(2)}, {"f": float("inf")}, "the metadata are not JSON"),
@@ -215,32 +217,45 @@ def test_what_cannot_be_kept_is_refused(params, about, said, tmp_path):
     assert not (tmp_path / "drafter").exists()
 
 
+def load_damaged(copy, load, saved, capfd, caplog):
+    """The message of what refuses a damaged copy, or None if it is what was saved nevertheless."""
+    said = None
+    try:
+        assert_same(load(copy), saved)
+    except InputError as error:
+        said = str(error)
+        assert re.fullmatch(f"{re.escape(str(copy))}(: |/).{{20,400}}", said)
+    assert capfd.readouterr() == ("", "")
+    assert not caplog.records
+    return said
+
+
+def damages(folder, tmp_path, kind, sealed):
+    """Copies in which a file is deleted, emptied or halved, with the file's name and new size.
+
+    With `sealed` the marker lists the files as they were, otherwise as they are after that.
+    """
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        for size in (None, 0, file.stat().st_size // 2):
+            copy = shutil.copytree(folder, tmp_path / "copy")
+            name = file.relative_to(folder)
+            (copy / name).unlink() if size is None else os.truncate(copy / name, size)
+            if not sealed:
+                folder_checksums.seal(copy, kind)
+            yield copy, str(name), size
+            shutil.rmtree(copy)
+
+
 @pytest.mark.parametrize("sealed", [True, *slow(False)])
 def test_damage_is_an_error_of_one_line(sealed, saved, model, tmp_path, capfd, caplog):
-    """Each file is deleted, emptied and halved in turn; what still loads is what was saved.
-
-    Also where the marker lists the files as they are after that, so that Orbax reads them.
-    """
+    """What still loads is what was saved; also where Orbax reads the files as they are."""
     noticed = set()
-    for file in sorted(path for path in saved.rglob("*") if path.is_file()):
-        for size in (None, 0, file.stat().st_size // 2):
-            copy = tmp_path / "copy"
-            shutil.copytree(saved, copy)
-            target = copy / file.relative_to(saved)
-            target.unlink() if size is None else os.truncate(target, size)
-            if not sealed:
-                folder_checksums.seal(copy, "model")
-            said = None
-            try:
-                loaded = load_model(copy, dtype="float32")
-            except InputError as error:
-                said = str(error)
-            if said is None:
-                assert_same(loaded.params, model.params)
-            else:
-                assert re.fullmatch(re.escape(f"{copy}: ") + ".{20,400}", said)
-                noticed.add(re.sub("[0-9a-f]{32}", "*", str(file.relative_to(saved))))
-            shutil.rmtree(copy)
+    load = lambda copy: load_model(copy, dtype="float32").params  # noqa: E731
+    for copy, name, _ in damages(saved, tmp_path, "model", sealed):
+        said = load_damaged(copy, load, model.params, capfd, caplog)
+        if said is not None:
+            assert said.startswith(f"{copy}: ")
+            noticed.add(re.sub("[0-9a-f]{32}", "*", name))
     assert {
         "specjax_checkpoint.json",
         "params/_METADATA",
@@ -248,8 +263,44 @@ def test_damage_is_an_error_of_one_line(sealed, saved, model, tmp_path, capfd, c
         "params/d/*",
         "params/ocdbt.process_0/d/*",
     } <= noticed
-    assert capfd.readouterr() == ("", "")
-    assert not caplog.records
+
+
+DRAFTER = {"a": {"kernel": jnp.ones((30, 40), jnp.bfloat16)}, "ids": jnp.arange(9)}
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+def test_damage_of_a_drafter_is_an_error_of_one_line(sealed, tmp_path, capfd, caplog):
+    save_drafter(tmp_path / "drafter", DRAFTER, {"kind": "mine"})
+    noticed = []
+    for copy, name, size in damages(tmp_path / "drafter", tmp_path, "drafter", sealed):
+        said = load_damaged(copy, lambda copy: load_drafter(copy)[0], DRAFTER, capfd, caplog)
+        if said is not None:
+            assert name in said or (not sealed and "holds no checkpoint" in said)
+            noticed.append((name, size is None or size > 0))
+    names = {"specjax_checkpoint.json", "model.safetensors"}
+    if sealed:
+        names.add("specjax_folder.json")
+    assert sorted(noticed) == sorted((name, there) for name in names for there in (1, 0, 1))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "said"),
+    [
+        ({}, "model.safetensors holds no arrays"),
+        ({"a": np.ones(2), "a.b": np.ones(2)}, "a.b is there twice, as a value and as a section"),
+        (
+            {"a.b.c": np.ones(2), "a.b": np.ones(2)},
+            "a.b.c is there twice, as a value and as a section",
+        ),
+        ({"a": np.ones(2, jnp.float8_e5m2)}, "a is of the type F8_E5M2"),
+    ],
+)
+def test_tensors_that_are_no_drafter_are_refused(tensors, said, tmp_path):
+    save_drafter(tmp_path / "drafter", DRAFTER, {})
+    save_file(tensors, tmp_path / "drafter" / "model.safetensors")
+    refused(lambda: load_drafter(tmp_path / "drafter"), r"model.safetensors (has|is not)")
+    folder_checksums.seal(tmp_path / "drafter", "drafter")
+    refused(lambda: load_drafter(tmp_path / "drafter"), rf"damaged or truncated \({said}\)")
 
 
 def test_files_that_are_too_small_are_found_before_reading(saved, monkeypatch):

@@ -12,7 +12,8 @@ import pytest
 from commands import files_limited_to, finish, free_port, start
 from conftest import slow, tiny_config
 from jax.sharding import NamedSharding, PartitionSpec
-from tiny_models import with_modules
+from safetensors.numpy import load_file
+from tiny_models import save_with_orbax, with_modules
 
 from specjax.distributed import sharding
 from specjax.engine.generate import generate
@@ -285,6 +286,44 @@ def test_a_drafter_comes_back_with_its_metadata(tmp_path):
     assert {leaf.sharding for leaf in jax.tree.leaves(spread)} == {whole}
 
 
+def test_a_drafter_is_safetensors_and_json(tmp_path):
+    save_drafter(tmp_path / "drafter", HEADS, {"method": "mine"})
+    weights, content, marker = sorted((tmp_path / "drafter").iterdir())
+    assert (weights.name, content.name) == ("model.safetensors", "specjax_checkpoint.json")
+    assert marker.name == "specjax_folder.json"
+    tensors = load_file(weights)
+    assert tensors.keys() == {"head_0.bias", "head_0.kernel", "head_1.kernel", "head_1.step"}
+    assert tensors["head_1.kernel"].dtype == jnp.bfloat16
+    assert tensors["head_1.step"].shape == ()
+    np.testing.assert_array_equal(tensors["head_0.kernel"], HEADS["head_0"]["kernel"])
+    assert json.loads(content.read_text())["metadata"] == {"method": "mine"}
+
+
+@pytest.mark.parametrize("shape", [None, (2, 2)])
+def test_a_drafter_that_orbax_stored_is_read(shape, tmp_path):
+    params, mesh = jax.tree.map(jnp.asarray, HEADS), mesh_of(shape)
+    save_with_orbax(tmp_path / "old", params, {"method": "medusa"})
+    assert (tmp_path / "old" / "params" / "manifest.ocdbt").is_file()
+    loaded, metadata = load_drafter(tmp_path / "old", mesh)
+    assert metadata == {"method": "medusa"}
+    assert_same(loaded, params)
+    if mesh is not None:
+        whole = NamedSharding(mesh, PartitionSpec())
+        assert {leaf.sharding for leaf in jax.tree.leaves(loaded)} == {whole}
+
+
+def test_a_drafter_that_cannot_be_written_leaves_the_earlier_one(tmp_path):
+    save_drafter(tmp_path / "drafter", {"a": jnp.ones(3)}, {})
+    with (
+        files_limited_to(50_000),
+        pytest.raises(InputError, match="drafter: cannot be written .*; free space") as caught,
+    ):
+        save_drafter(tmp_path / "drafter", {"a": jnp.ones(30_000)}, {}, overwrite=True)
+    assert "\n" not in str(caught.value)
+    assert_same(load_drafter(tmp_path / "drafter")[0], {"a": jnp.ones(3)})
+    assert [entry.name for entry in tmp_path.iterdir()] == ["drafter"]
+
+
 def test_arrays_may_be_donated_while_they_are_written(tmp_path):
     overwrite = jax.jit(lambda array: array * 0 - 1, donate_argnums=0)
     names = Numbered("step")
@@ -314,8 +353,11 @@ processes.join(coordinator_address=address, num_processes=2, process_id=int(numb
 model = load_model(alone, dtype="float32", mesh=sharding.make_mesh(1, 4))
 save_checkpoint(model, shared + "/split")
 save_checkpoint(load_model(shared + "/split", dtype="float32"), shared + "/whole")
-save_drafter(shared + "/drafter", {"a": jnp.ones(3)}, {"process": 0})
-load_drafter(shared + "/drafter", model.mesh)
+embedding = model.params["embed"]
+assert not embedding["embedding"].is_fully_addressable
+save_drafter(shared + "/drafter", {"a": jnp.ones(3), "embed": embedding}, {"process": 0})
+arrays, _ = load_drafter(shared + "/drafter", model.mesh)
+assert arrays["embed"]["embedding"].is_fully_replicated
 refusals = []
 for what in (
     lambda: save_checkpoint(model, shared + "/split"),
@@ -351,7 +393,9 @@ def test_two_processes_write_what_one_reads_and_the_reverse(saved, model, tmp_pa
     loaded = load_model(shared / "split", dtype="float32", mesh=mesh)
     assert_same(loaded.params, model.params)
     assert_placed(loaded, mesh, 2)
-    assert load_drafter(shared / "drafter")[1] == {"process": 0}
+    arrays, metadata = load_drafter(shared / "drafter")
+    assert metadata == {"process": 0}
+    assert_same(arrays["embed"], model.params["embed"])
 
 
 def test_the_host_holds_a_tensor_at_a_time_over_a_mesh(tmp_path):

@@ -15,15 +15,16 @@ from bad_input import refused, refused_command
 from commands import ROOT
 from rich.console import Console
 from safetensors.numpy import load_file, save_file
-from tiny_models import eagle_head
+from tiny_models import eagle_head, save_with_orbax
 from toy_training import get_config, read, toy_run
 
 from specjax.distributed import folder_lock
 from specjax.errors import InputError
 from specjax.files import folder_checksums, folders
 from specjax.files.folder_checksums import LOCK, MARKER
-from specjax.loading.checkpoints import save_checkpoint, save_drafter
+from specjax.loading.checkpoints import load_drafter, save_checkpoint, save_drafter
 from specjax.loading.load import load_model, save_model
+from specjax.methods.heads.head import check_same
 from specjax.methods.published_layouts import read_foreign, write_foreign
 from specjax.methods.saved_heads import read_head, save_head
 from train import features, generate
@@ -45,13 +46,14 @@ def save_dataset(model, path):
 
 SAVE = {
     "orbax model": lambda model, path: save_checkpoint(model, path, overwrite=True),
-    "orbax head": lambda model, path: save_head(eagle_head(model), path, overwrite=True),
+    "own head": lambda model, path: save_head(eagle_head(model), path, overwrite=True),
     "safetensors model": lambda model, path: save_model(model, path),
     "safetensors head": lambda model, path: write_foreign(eagle_head(model), path, "eagle3", model),
     "dataset": save_dataset,
 }
 LOAD = {
     "orbax model": lambda model, path: load_model(path),
+    "own head": lambda model, path: read_head(path),
     "orbax head": lambda model, path: read_head(path),
     "safetensors model": lambda model, path: load_model(path),
     "safetensors head": lambda model, path: read_foreign(path, model),
@@ -64,6 +66,7 @@ def saved(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
     for kind, save in SAVE.items():
         save(model, folder / kind)
+    save_with_orbax(folder / "orbax head", *load_drafter(folder / "own head"))
     return folder
 
 
@@ -143,6 +146,13 @@ def test_what_is_not_damaged_loads(kind, saved, model):
     LOAD[kind](model, saved / kind)
 
 
+@pytest.mark.parametrize("kind", SAVE)
+def test_all_files_have_the_permissions_of_new_files(kind, saved, tmp_path):
+    (tmp_path / "new").touch()
+    files = [path for path in (saved / kind).rglob("*") if path.is_file()]
+    assert {path.stat().st_mode for path in files} == {(tmp_path / "new").stat().st_mode}
+
+
 def test_models_of_others_need_no_marker(saved, model, tmp_path):
     shutil.copytree(saved / "safetensors model", tmp_path / "theirs")
     (tmp_path / "theirs" / MARKER).unlink()
@@ -212,13 +222,13 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("kind", SAVE)
+@pytest.mark.parametrize("kind", [*SAVE, "orbax head"])
 def test_what_a_user_put_or_changed_is_not_replaced(kind, change, saved, model, tmp_path):
     folder = shutil.copytree(saved / kind, tmp_path / "saved")
     put, said = CHANGES[change]
     put(folder, *folder.rglob(MARKER))
     before = contents(tmp_path)
-    refused(lambda: SAVE[kind](model, folder), said)
+    refused(lambda: SAVE.get(kind, SAVE["own head"])(model, folder), said)
     assert contents(tmp_path) == before
 
 
@@ -234,13 +244,23 @@ def test_what_specjax_wrote_is_replaced(kind, saved, model, tmp_path):
     assert [path.name for path in folder.iterdir() if path.name[0] == "."] == []
 
 
+def test_a_head_that_orbax_stored_is_replaced_by_safetensors(saved, model, tmp_path):
+    folder = shutil.copytree(saved / "orbax head", tmp_path / "saved")
+    save_head(read_head(folder), folder, overwrite=True)
+    assert contents(folder).keys() == {"model.safetensors", "specjax_checkpoint.json", MARKER}
+    check_same(eagle_head(model), read_head(folder), "replaced")
+
+
 @pytest.mark.parametrize(
     ("kind", "there", "said"),
     [
         ("safetensors head", "safetensors model", "for: model, not head; give a new or empty"),
         ("safetensors model", "safetensors head", "for: head, not model; give a new or empty"),
         ("dataset", "safetensors head", "for: head, not dataset"),
-        ("orbax head", "orbax model", "for: model, not drafter"),
+        ("own head", "orbax model", "for: model, not drafter"),
+        ("own head", "safetensors head", "for: head, not drafter"),
+        ("safetensors head", "own head", "for: drafter, not head"),
+        ("orbax model", "own head", "for: drafter, not model"),
         ("orbax model", "orbax head", "for: drafter, not model"),
     ],
 )

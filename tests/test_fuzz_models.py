@@ -14,6 +14,7 @@ from model_files import GGUF_CONFIG, gguf_metadata, gguf_tensors, write_gguf
 from tiny_models import eagle_head, noisy_medusa_head
 
 from specjax.errors import InputError
+from specjax.files import folder_checksums
 from specjax.loading.formats import gguf
 from specjax.loading.formats.families import registry
 from specjax.loading.formats.gguf_file import open_gguf
@@ -25,6 +26,7 @@ from specjax.loading.tokenizers.huggingface_tokenizer import (
     read_tokenizer as read_directory_tokenizer,
 )
 from specjax.methods.published_layouts import read_foreign, write_foreign
+from specjax.methods.saved_heads import read_head, save_head
 
 GOLDENS = Path(__file__).parent / "goldens"
 CONFIG = dataclasses.replace(
@@ -256,3 +258,31 @@ def test_changed_configs_of_heads(exported, tiny, tmp_path, data):
     content = json.loads((exported / form / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(data.draw(changed(content))))
     outcome(lambda: read_foreign(directory, tiny))
+
+
+@pytest.fixture(scope="module")
+def own_heads(tiny, tmp_path_factory):
+    """A head as specjax saves it, and one in 8 bits."""
+    folder = tmp_path_factory.mktemp("own heads")
+    save_head(eagle_head(tiny), folder / "float")
+    save_head(eagle_head(tiny, vocabulary=40), folder / "compact", compact=True)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["float", "compact"])
+@examples(20)
+@given(data=st.data())
+def test_changed_heads_with_checksums_to_match(own_heads, kind, tmp_path, data):
+    directory = shutil.copytree(own_heads / kind, tmp_path / kind, dirs_exist_ok=True)
+    if data.draw(st.booleans()):
+        path = directory / "specjax_checkpoint.json"
+        path.write_text(json.dumps(data.draw(changed(json.loads(path.read_text())))))
+    else:
+        path = directory / "model.safetensors"
+        raw = path.read_bytes()
+        end = 8 + int.from_bytes(raw[:8], "little")
+        header = json.dumps(data.draw(changed(json.loads(raw[8:end])))).encode()
+        size = data.draw(st.just(len(header)) | INTERESTING)
+        path.write_bytes(size.to_bytes(8, "little") + header + raw[end:])
+    folder_checksums.seal(directory, "drafter")
+    outcome(lambda: read_head(directory))

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ from specjax.loading.load import load_model, random_model
 from specjax.loading.quantize import in_stacked_form, quantized_model
 from specjax.methods.block.head import BlockHead
 from specjax.methods.eagle.head import EagleConfig
-from specjax.methods.find_head import kind_of_head
+from specjax.methods.find_head import kind_of_head, read_any_head
 from specjax.methods.heads import shared_with_target
 from specjax.methods.heads.head import check_same, whole_vocabulary
 from specjax.methods.medusa.head import Medusa
@@ -776,3 +777,26 @@ def test_attention_biases_come_with_a_zero_on_the_output(tmp_path):
     edit_head(path, tensors={"midlayer.self_attn.o_proj.bias": np.ones(24, np.float32)})
     with pytest.raises(InputError, match="o_proj.bias is not zero"):
         read_foreign(path, target)
+
+
+def test_own_folders_and_those_of_others_are_told_apart(tiny, tmp_path):
+    head, own, theirs = eagle_head(tiny), tmp_path / "own", tmp_path / "theirs"
+    save_head(head, own)
+    write_foreign(head, theirs, "eagle3", tiny)
+    assert (own / "model.safetensors").is_file()
+    assert (theirs / "model.safetensors").is_file()
+    assert kind_of_head(own) == kind_of_head(theirs) == "eagle3"
+    for path in (own, theirs):
+        check_same(head, read_any_head(path, tiny, "drafter.path"), str(path))
+    with pytest.raises(InputError, match=r"own: no config.json"):
+        read_foreign(own, tiny)
+    with pytest.raises(InputError, match=r"theirs: holds no checkpoint"):
+        read_head(theirs)
+    with pytest.raises(InputError, match=r"own: holds a drafter, not a model"):
+        load_model(own)
+    # What is missing is named, also where the rest looks like the folder of another tool.
+    (own / "specjax_checkpoint.json").unlink()
+    shutil.copy(theirs / "config.json", own)
+    assert kind_of_head(own) is None
+    with pytest.raises(InputError, match=r"own: .*specjax_checkpoint.json: no such file"):
+        read_any_head(own, tiny, "drafter.path")

@@ -128,7 +128,7 @@ def test_a_checkpoint_in_parts_is_joined(form, tmp_path, monkeypatch):
     monkeypatch.setattr(
         orbax_checkpoint,
         "save",
-        lambda path, kind, params, *rest: save(path, kind, as_before(params, EVERY_PART), *rest),
+        lambda path, params, *rest: save(path, as_before(params, EVERY_PART), *rest),
     )
     checkpoints.save_checkpoint(model, tmp_path / "model")
     loaded = load_model(tmp_path / "model", dtype="float32", form=form)

@@ -237,28 +237,47 @@ def test_the_diagram_leaves_out_what_follows():
     assert arrows({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == ["    a --> b", "    b --> c"]
 
 
-# Imported by another name than it is installed by; and extras, or what an installed one brings.
+# Imported by another name than it is installed by.
 INSTALLED_AS = {"absl": "absl-py", "orbax": "orbax-checkpoint"}
-NOT_REQUIRED = {"huggingface_hub", "matplotlib", "array_record", "anyio", "starlette", "uvicorn"}
+# What specjax imports where it is there, and the extra that brings it.
+OPTIONAL = {
+    "huggingface_hub": "hub",
+    "matplotlib": "plots",
+    **dict.fromkeys(("anyio", "starlette", "uvicorn"), "serve"),
+    **dict.fromkeys(("array_record", "tensorflow_datasets"), "train"),
+}
 
 
-def test_what_is_imported_is_required():
-    """So that pip alone installs what decoding and training need."""
+def requirements(lines):
+    return {re.split("[<>=]", line)[0].replace("_", "-") for line in lines.strip().split("\n")}
+
+
+@pytest.mark.parametrize("package", ["specjax", "train"])
+def test_what_is_imported_is_required(package):
+    """So that pip alone installs what decoding needs, and with the extra what training needs."""
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
-    lines = config["options"]["install_requires"].split("\n")
-    required = {re.split("[<>=]", line)[0] for line in lines}
+    required = requirements(config["options"]["install_requires"])
+    extra = {name: requirements(lines) for name, lines in config["options.extras_require"].items()}
     used = {
         module.split(".")[0]
-        for root in ("specjax", "train")
-        for file in (ROOT / root).rglob("*.py")
+        for file in (ROOT / package).rglob("*.py")
         for node in ast.walk(ast.parse(file.read_text()))
         for module in imported_modules(node)
     }
-    ours = {"specjax", "train", *sys.stdlib_module_names}
-    wanted = {INSTALLED_AS.get(name, name) for name in used - ours - NOT_REQUIRED}
-    assert {"jax", "optax"} <= wanted
-    assert {name.replace("_", "-") for name in wanted - required} <= required
+    used -= {"specjax", "train", *sys.stdlib_module_names}
+    wanted = {name: INSTALLED_AS.get(name, name).replace("_", "-") for name in used}
+    assert {"jax", "flax"} <= used
+    if package == "train":
+        assert "optax" in used
+        assert wanted.keys() & OPTIONAL.keys() <= {"array_record"}
+        assert {*wanted.values()} <= required | extra["train"]
+        return
+    assert OPTIONAL.keys() <= used
+    assert all(wanted[name] in extra[where] for name, where in OPTIONAL.items())
+    assert {wanted[name] for name in used - OPTIONAL.keys()} <= required
+    # What only training needs is not installed without it.
+    assert not required & extra["train"]
 
 
 def imported_modules(node):

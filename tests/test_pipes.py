@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 from bad_input import refused_command
-from tiny_models import eagle_head
+from tiny_models import eagle_head, save_with_orbax
 from toy_training import write_data
 
 from specjax.apps.run import decode
 from specjax.errors import InputError
 from specjax.fields import InputFile
 from specjax.files import json_files
+from specjax.loading.checkpoints import load_drafter
 from specjax.loading.formats.gguf_file import open_gguf
 from specjax.loading.load import load_model
 from specjax.loading.texts.questions import read_questions
@@ -54,6 +55,7 @@ def folders(tiny, tmp_path_factory):
     shutil.copytree(GOLDEN, root / "model")
     write_foreign(eagle_head(tiny), root / "head of others", "eagle3", tiny)
     save_head(eagle_head(tiny), root / "head")
+    save_with_orbax(root / "head by Orbax", *load_drafter(root / "head"))
     write_data(root / "dataset")
     return root
 
@@ -74,7 +76,8 @@ FILES = {
         "tokenizer_config.json chat_template.jinja generation_config.json",
     ),
     "head of others": (read_foreign, "config.json model.safetensors"),
-    "head": (lambda folder, _: read_head(folder), "params/manifest.ocdbt"),
+    "head": (lambda folder, _: read_head(folder), "model.safetensors specjax_checkpoint.json"),
+    "head by Orbax": (lambda folder, _: read_head(folder), "params/manifest.ocdbt"),
     "dataset": (
         lambda folder, _: open_responses(folder),
         "records.npy features.json specjax.json",
@@ -95,7 +98,7 @@ CASES = [
     for kind, (_, names) in FILES.items()
     for name in names.split()
     for what in PUT
-    if what != "a folder" or kind not in ("head", "dataset", "dataset of prompts")
+    if what != "a folder" or kind not in ("head", "head by Orbax", "dataset", "dataset of prompts")
 ]
 
 

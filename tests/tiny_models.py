@@ -11,7 +11,9 @@ from conftest import tiny_config
 from specjax.core.cache import commit
 from specjax.core.causal_mask import causal
 from specjax.drafters import head_drafter
+from specjax.files import folder_checksums
 from specjax.loading.load import random_model
+from specjax.loading.storage import orbax_checkpoint
 from specjax.methods.block.head import BlockConfig, BlockHead
 from specjax.methods.eagle.head import Eagle, EagleConfig, default_taps
 from specjax.methods.heads.complete_parameters import complete_parameters
@@ -27,6 +29,12 @@ VOCABULARY = 40
 """Tokens of a reduced draft vocabulary."""
 SOME = np.sort(np.random.default_rng(0).choice(61, VOCABULARY, replace=False)).astype(np.int32)
 """Such a part of the tiny target's vocabulary."""
+
+
+def save_with_orbax(directory, params, metadata):
+    """Save a drafter as versions before safetensors did."""
+    orbax_checkpoint.save(directory, params, metadata, overwrite=False)
+    folder_checksums.seal(directory, "drafter")
 
 
 @functools.cache

@@ -35,10 +35,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     handle, name = tempfile.mkstemp(dir=path.parent, **NAMES)
     try:
         with open(handle, "wb") as file:
-            # mkstemp's file is for its owner only; the written file has ordinary permissions.
-            mask = os.umask(0)
-            os.umask(mask)
-            os.fchmod(handle, 0o666 & ~mask)
+            set_usual_mode(handle)  # mkstemp's file is for its owner only
             yield file
             file.flush()
             os.fsync(handle)
@@ -47,6 +44,13 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         with suppress(OSError):
             os.unlink(name)
         raise
+
+
+def set_usual_mode(file: int | Path) -> None:
+    """Give a new file, by path or descriptor, the permissions that the umask gives to new files."""
+    mask = os.umask(0)
+    os.umask(mask)
+    os.chmod(file, 0o666 & ~mask)
 
 
 def write_text(path: Path, text: str) -> None:

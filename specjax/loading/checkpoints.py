@@ -22,8 +22,8 @@ from specjax.loading.formats import build_parameters
 from specjax.loading.layer_layout import split_layers, stack_layers
 from specjax.loading.model import MESH_KIND, MODEL_KIND, Model, array_table, split_arrays
 from specjax.loading.quantize import float_model
-from specjax.loading.storage import orbax_checkpoint
-from specjax.loading.storage.checkpoint_directory import TOKENIZER
+from specjax.loading.storage import orbax_checkpoint, safetensors_checkpoint
+from specjax.loading.storage.checkpoint_directory import ARRAYS, TOKENIZER
 from specjax.loading.tokenizers.huggingface_tokenizer import read_tokenizer, write_tokenizer
 from specjax.loading.tokenizers.tokenizer import Tokenizer
 from specjax.models.config import DecoderConfig
@@ -79,7 +79,7 @@ def save_checkpoint(model: Model, directory: str | Path, *, overwrite: bool = Fa
             (new / TOKENIZER).mkdir()
             write_tokenizer(model.tokenizer, new / TOKENIZER)
 
-    orbax_checkpoint.save(path, "model", model.arrays, asdict(metadata), overwrite, write_more)
+    orbax_checkpoint.save(path, model.arrays, asdict(metadata), overwrite, write_more)
 
 
 def read_model(
@@ -142,14 +142,14 @@ def save_drafter(
 ) -> None:
     """Write a drafter's nested dict of arrays and its JSON metadata to `directory`.
 
-    `load_drafter` reads them. Every process must call it. Raises InputError as `save_checkpoint`
-    does, and for names with dots, leaves that are not numeric arrays, and metadata that is not
-    JSON.
+    The arrays are in a safetensors file. `load_drafter` reads them. Every process must call it.
+    Raises InputError as `save_checkpoint` does, and for names with dots, leaves that are not
+    numeric arrays, and metadata that is not JSON.
     """
     path = _writable(directory, overwrite)
     for name, value in (("params", params), ("metadata", metadata)):
         Instance(Mapping, "use a dict").check(name, value)
-    orbax_checkpoint.save(path, "drafter", dict(params), dict(metadata), overwrite)
+    safetensors_checkpoint.save(path, dict(params), dict(metadata), overwrite)
 
 
 def load_drafter(
@@ -157,14 +157,17 @@ def load_drafter(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the arrays and metadata that `save_drafter` wrote.
 
-    On a mesh the arrays are replicated. Every process must call it. Tuples in the metadata become
-    lists. Raises InputError for a directory that is not an intact checkpoint of a drafter.
+    The arrays may also be Orbax's, as earlier versions saved them. On a mesh they are replicated.
+    Every process must call it. Tuples in the metadata become lists. Raises InputError for a
+    directory that is not an intact checkpoint of a drafter.
     """
     MESH_KIND.check("mesh", mesh)
     path = user_path("directory", directory)
+    sharding = _default_device() if mesh is None else NamedSharding(mesh, PartitionSpec())
+    if not processes.from_first((path / ARRAYS).is_dir()):
+        return safetensors_checkpoint.load(path, sharding)
     checkpoint = processes.together(lambda: orbax_checkpoint.look(path, "drafter"))
     orbax_checkpoint.verify(checkpoint)
-    sharding = _default_device() if mesh is None else NamedSharding(mesh, PartitionSpec())
     placed = jax.tree.map(lambda leaf: _placed(leaf, sharding), checkpoint.arrays)
     return orbax_checkpoint.restore(checkpoint, placed), checkpoint.metadata
 

@@ -15,8 +15,8 @@ from specjax.loading.storage.checkpoint_directory import (
     is_checkpoint,
     metadata_of,
     read_marker,
+    read_metadata,
 )
-from specjax.loading.storage.orbax_checkpoint import look
 from specjax.methods import published_layouts
 from specjax.methods.heads.eagle3_layer_ids import Convention
 from specjax.methods.heads.head import Head, TargetMetadata
@@ -59,7 +59,8 @@ def kind_of_head(path: Path) -> str | None:
     """Return the kind of the head in a directory, or None; only metadata and names are read."""
     if is_checkpoint(path):
         with suppress(InputError):  # a model, or damaged, which its reader reports
-            return look(path, "drafter").metadata.get("kind")
+            return read_metadata(path, "drafter").get("kind")
+        return None
     return published_layouts.head_kind(path) if path.is_dir() else None
 
 

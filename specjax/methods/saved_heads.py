@@ -52,7 +52,7 @@ def compacted(head: Head) -> Head:
 def save_head(
     head: Head, directory: str | Path, *, overwrite: bool = False, compact: bool = False
 ) -> None:
-    """Write a head as an Orbax checkpoint, atomically.
+    """Write a head as a folder of safetensors and JSON, atomically.
 
     Every process must call it. `overwrite` replaces an earlier head in `directory`. With `compact`
     kernels and embeddings are rounded to 8 bits (`heads.compact`), a quarter of float32. Raises
@@ -77,13 +77,13 @@ def read_head(directory: str | Path, mesh: Mesh | None = None) -> Head:
     for anything that is not an intact head.
     """
     params, metadata = checkpoints.load_drafter(directory, mesh)
+    where = jax.tree.leaves(params)[0].sharding
     try:
         saved = read_dataclass("head", _Metadata, metadata)
         config = read_dataclass("config", HEADS[saved.kind], saved.config)
         ids = params.pop("draft_ids", None)
         ids = None if ids is None else np.asarray(ids)
         if saved.compact:
-            where = jax.tree.leaves(params)[0].sharding
             params = jax.device_put(float_params(config.parameter_table(), params), where)
         else:
             params = config.joined(params)

@@ -9,7 +9,7 @@ from jax.tree_util import tree_flatten_with_path
 
 from specjax.distributed import processes
 from specjax.errors import InputError
-from specjax.fields import dotted
+from specjax.fields import dotted, nested
 from specjax.loading.compare_arrays import compare_arrays, leaf_name
 from specjax.loading.storage import orbax_checkpoint
 from specjax.loading.storage.orbax_saver import Saver
@@ -60,7 +60,7 @@ def last_checkpoint(workdir: Workdir) -> Saved | None:
 def saver(workdir: Workdir, step: int) -> Saver:
     """Return the saver of a run that continues after `step`.
 
-    It saves states as nested dicts, as `nested` returns them. Checkpoints of later steps are
+    It saves states as nested dicts, as `as_dict` returns them. Checkpoints of later steps are
     damaged, since otherwise the run would continue from them; they are kept under another name.
     Raises InputError if they cannot be renamed.
     """
@@ -83,7 +83,7 @@ def restore(saved: Saved, state: Any) -> Any:
     The leaves of `state` are arrays, or ShapeDtypeStructs with shardings. Raises InputError if the
     checkpoint has another structure.
     """
-    wanted = nested(jax.tree.map(_described, state))
+    wanted = as_dict(jax.tree.map(_described, state))
     compare_arrays(saved.found.directory, saved.found.arrays, wanted, "use another workdir")
     arrays = dotted(orbax_checkpoint.restore(saved.found, wanted))
     paths, tree = tree_flatten_with_path(state)
@@ -94,13 +94,7 @@ def _described(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
 
 
-def nested(tree: Any) -> dict[str, Any]:
+def as_dict(tree: Any) -> dict[str, Any]:
     """Return a tree as nested dicts of arrays, without nodes that have no array."""
-    root: dict[str, Any] = {}
-    for path, leaf in tree_flatten_with_path(tree)[0]:
-        *above, last = (leaf_name((key,)) for key in path)
-        node = root
-        for name in above:
-            node = node.setdefault(name, {})
-        node[last] = leaf
-    return root
+    leaves, _ = tree_flatten_with_path(tree)
+    return nested({leaf_name(path): leaf for path, leaf in leaves})

@@ -150,7 +150,7 @@ def train(
         nonlocal saved_step
         settle(0)
         if saved_step != progress.step and progress.step:
-            saver.save(progress.step, checkpoints.nested(state), progress.metadata())
+            saver.save(progress.step, checkpoints.as_dict(state), progress.metadata())
             saved_step = progress.step
 
     step = first = progress.step

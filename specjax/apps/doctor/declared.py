@@ -12,8 +12,7 @@ from specjax.errors import InputError
 from specjax.files.path_checks import user_path
 from specjax.loading.formats.gguf_file import open_gguf
 from specjax.loading.hub import DEFAULT_MODEL, default_model_file
-from specjax.loading.storage.checkpoint_directory import is_checkpoint
-from specjax.loading.storage.orbax_checkpoint import look
+from specjax.loading.storage.checkpoint_directory import is_checkpoint, read_metadata
 from specjax.loading.tokenizers.huggingface_tokenizer import read_json
 from specjax.methods.find_head import check_kind, head_directory, kind_of_head
 from specjax.methods.registry import METHODS
@@ -73,7 +72,7 @@ def check_files(drafter: str, path: str | None, target: str) -> tuple[str, ...]:
 def _of_head(folder: Path) -> _Declared:
     if is_checkpoint(folder):
         with suppress(InputError):  # which its reader reports
-            metadata = look(folder, "drafter").metadata
+            metadata = read_metadata(folder, "drafter")
             taps = _section(metadata, "config").get("taps") or ()
             layers = [int(tap.rpartition(":")[2]) for tap in taps if ":" in tap]
             return _Declared(layers, _section(metadata, "target").get("name"), "taps")
@@ -95,7 +94,7 @@ def _num_layers(target: str) -> int | None:
     with suppress(InputError):  # which its reader reports
         path = default_model_file() if target == DEFAULT_MODEL else user_path("target", target)
         if is_checkpoint(path):
-            found = _section(look(path, "model").metadata, "config").get("num_layers")
+            found = _section(read_metadata(path, "model"), "config").get("num_layers")
         elif path.is_dir():
             config = read_json(path / "config.json")
             found = _section(config, "text_config").get("num_hidden_layers")

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from specjax.errors import InputError, one_line, shown
+from specjax.files.atomic_writes import set_usual_mode
 from specjax.files.open_files import regular_file
 from specjax.loading.tokenizers.huggingface_tokenizer import read_json
 
@@ -24,6 +25,7 @@ FLOATS, HALVES = ("F32", "F16", "BF16", "F64"), ("F16", "BF16")
 PRODUCER = {"format": "pt", "producer": "specjax"}
 """Metadata in the header of every safetensors file that specjax writes."""
 
+_AGAIN = "download it again"
 _MAPPED_BYTES = 1 << 28
 _BUFFERS = re.compile(r".*\.rotary_emb\.(inv_freq|original_inv_freq|cos_cached|sin_cached)")
 """Matches the names of buffers that old checkpoints contain."""
@@ -86,19 +88,17 @@ def find_shards(directory: Path, names: Collection[str] = (WEIGHTS,)) -> Shards:
 
 
 @contextmanager
-def open_file(path: Path) -> Iterator[Any]:
-    """Open a safetensors file; raise InputError if it is not one."""
-    with _opened(path) as file:
+def open_file(path: Path, remedy: str = _AGAIN) -> Iterator[Any]:
+    """Open a safetensors file; raise InputError, ending with `remedy`, if it is not one."""
+    with _opened(path, remedy) as file:
         yield file
 
 
-def _opened(path: Path) -> Any:
+def _opened(path: Path, remedy: str = _AGAIN) -> Any:
     try:
-        return safe_open(regular_file(path, "download it again"), framework="numpy")
+        return safe_open(regular_file(path, remedy), framework="numpy")
     except (SafetensorError, OSError) as error:
-        raise InputError(
-            f"{path}: not a safetensors file ({one_line(error)}); download it again"
-        ) from None
+        raise InputError(f"{path}: not a safetensors file ({one_line(error)}); {remedy}") from None
 
 
 def tensor_reader() -> Callable[..., np.ndarray]:
@@ -171,7 +171,9 @@ def write_tensors(tensors: Mapping[str, np.ndarray], path: Path, notes: Mapping[
     Raises OSError if that fails.
     """
     try:
-        whole = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+        # `ascontiguousarray` would give an axis to what has none.
+        whole = {name: np.asarray(tensor, order="C") for name, tensor in tensors.items()}
         save_file(whole, path, metadata={**notes, **PRODUCER})
+        set_usual_mode(path)  # safetensors writes a file for its owner only
     except SafetensorError as error:
         raise OSError(one_line(error)) from None

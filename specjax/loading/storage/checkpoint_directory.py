@@ -1,11 +1,14 @@
 """The folder of a checkpoint: the files beside the arrays, and their checks.
 
+Orbax stores the arrays of models and of training runs, and a safetensors file those of drafters.
 The metadata is a JSON file. A marker (`files.folder_checksums`), written last, lists the files.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,25 +18,53 @@ import numpy as np
 
 from specjax.errors import InputError, one_line
 from specjax.files import folder_checksums
-from specjax.files.json_files import parse_json
+from specjax.files.json_files import parse_json, read_json_file
+from specjax.files.open_files import regular_files
 
 Kind = Literal["model", "drafter"]
 
 CONTENT = "specjax_checkpoint.json"
 """The name of the file with a checkpoint's metadata."""
 ARRAYS = "params"
-"""The name of the folder with the arrays."""
+"""The name of the folder with the arrays, if Orbax stores them."""
 TOKENIZER = "tokenizer"
 """The name of the folder with a model's tokenizer."""
 INDEX = (f"{ARRAYS}/manifest.ocdbt", f"{ARRAYS}/_METADATA")
-"""The names of the files that describe the arrays."""
+"""The names of the files in which Orbax describes the arrays."""
+REMEDY = "copy the checkpoint again, or save elsewhere"
+"""The end of messages about a file that cannot be read."""
 _FORMAT = 1
 _READERS = {"model": "specjax.load_model", "drafter": "specjax.loading.checkpoints.load_drafter"}
 
 
 def is_checkpoint(directory: Path) -> bool:
     """Return whether a directory has a checkpoint, complete or not."""
-    return any((directory / name).is_file() for name in (CONTENT, INDEX[0]))
+    if any((directory / name).is_file() for name in (CONTENT, INDEX[0])):
+        return True
+    with suppress(InputError):
+        marker = folder_checksums.read_marker(directory)
+        return marker is not None and CONTENT in (marker.files or ())
+    return False
+
+
+def read_metadata(
+    directory: Path,
+    kind: Kind,
+    needed: Iterable[str] = (),
+    share: tuple[int, int] | None = None,
+) -> dict[str, Any]:
+    """Return the metadata of a checkpoint of this kind, after comparing its files with the marker.
+
+    The marker must list those in `needed`. `share` is that of `folder_checksums.find_damage`, by
+    default only for sizes. Raises InputError if there is no complete checkpoint of that kind in a
+    known format.
+    """
+    marker = read_marker(directory, kind)
+    regular_files(directory, REMEDY)
+    needed = (CONTENT, *needed)
+    if damage := folder_checksums.find_damage(directory, marker, share, needed):
+        raise damaged(directory, damage)
+    return metadata_of(directory, read_json_file(directory / CONTENT, REMEDY))
 
 
 def read_marker(directory: Path, kind: Kind | None = None) -> folder_checksums.Marker:
@@ -111,7 +142,7 @@ def _check_params(directory: Path, params: dict[str, Any]) -> None:
     leaves = jax.tree.leaves_with_path(params)
     for path, leaf in leaves or [((), params)]:
         keys = [getattr(key, "key", None) for key in path]
-        # Orbax joins names by dots.
+        # Names are joined by dots.
         named = all(isinstance(key, str) and key and "." not in key for key in keys)
         numeric = isinstance(leaf, jax.Array | np.ndarray) and leaf.size
         if numeric:

@@ -24,8 +24,6 @@ from specjax.distributed import processes
 from specjax.errors import InputError, one_line
 from specjax.files import folder_checksums, folders
 from specjax.files.folder_checksums import ORBAX_SUCCESS
-from specjax.files.json_files import read_json_file
-from specjax.files.open_files import regular_files
 from specjax.loading.storage.checkpoint_directory import (
     ARRAYS,
     CONTENT,
@@ -34,8 +32,8 @@ from specjax.loading.storage.checkpoint_directory import (
     Kind,
     content_text,
     damaged,
-    metadata_of,
     read_marker,
+    read_metadata,
 )
 
 _CHUNK_BYTES = 64 << 20
@@ -60,13 +58,12 @@ class Found(NamedTuple):
 
 def save(
     directory: Path,
-    kind: Kind,
     params: dict[str, Any],
     metadata: dict[str, Any],
     overwrite: bool,
     write_more: Callable[[Path], None] = lambda new: None,
 ) -> None:
-    """Write a nested dict of arrays and its metadata as a checkpoint.
+    """Write a nested dict of a model's arrays and its metadata as a checkpoint.
 
     It replaces an earlier one if `overwrite` is set. `write_more` is called on process 0 with the
     new folder, to write further files. Raises InputError if the directory has other files, cannot
@@ -80,7 +77,7 @@ def save(
     with ExitStack() as stack:
 
         def begin() -> str:
-            new = stack.enter_context(folders.replacing(directory, kind, overwrite=overwrite))
+            new = stack.enter_context(folders.replacing(directory, "model", overwrite=overwrite))
             # Orbax creates the folder. If it had to overwrite one, its processes might wait for
             # each other for ever: they look for the folder while process 0 deletes it.
             new.rmdir()
@@ -151,13 +148,8 @@ def look(directory: Path, kind: Kind) -> Found:
 
     Raises InputError if there is no complete checkpoint of that kind in a known format.
     """
-    marker = read_marker(directory, kind)
-    remedy = "copy the checkpoint again, or save elsewhere"
-    regular_files(directory, remedy)
-    needed = [CONTENT, *INDEX]
-    needed += [f"{TOKENIZER}/{path.name}" for path in sorted((directory / TOKENIZER).glob("*"))]
-    if damage := folder_checksums.find_damage(directory, marker, share=None, needed=needed):
-        raise damaged(directory, damage)
+    tokenizer = (f"{TOKENIZER}/{path.name}" for path in sorted((directory / TOKENIZER).glob("*")))
+    metadata = read_metadata(directory, kind, (*INDEX, *tokenizer))
 
     def read(ocp: Any) -> Any:
         with ocp.Context():
@@ -170,7 +162,6 @@ def look(directory: Path, kind: Kind) -> Found:
     arrays, failure = attempt(read)
     if failure is not None:
         raise damaged(directory, failure)
-    metadata = metadata_of(directory, read_json_file(directory / CONTENT, remedy))
     leaves = jax.tree.leaves(arrays)
     named = isinstance(arrays, dict) and leaves
     if not named or not all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves):

@@ -20,9 +20,7 @@ def import_tfds() -> Any:
         import tensorflow_datasets as tfds
         from array_record.python import array_record_module  # noqa: F401
     except ImportError as error:
-        raise InputError(
-            f"{error.name} is missing: pip install tensorflow-datasets array_record"
-        ) from None
+        raise InputError(f"{error.name} is not installed; pip install 'specjax[train]'") from None
     return tfds
 
 
