@@ -20,6 +20,7 @@ from commands import finish, start
 from conftest import slow
 from decoding import Call
 from test_paged_engine import assert_nothing_is_held, paged
+from test_playground_server import chat, rounds_of
 
 from specjax.apps.serve import serve
 from specjax.apps.serve import server as server_module
@@ -628,9 +629,12 @@ def test_without_the_extra_what_to_install_is_said(monkeypatch, capsys):
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed")
 def test_the_playground_streams_an_answer(url, tmp_path):
+    # What computes rounds again is compiled here, for which the browser would not wait.
+    rounds_of(url, chat(url, temperature=0.0)[2])
     with browser(tmp_path) as view:
         view.open(f"{url}/")
-        assert "ngram" in view.text("#chat-about")
+        for said in ("toy", "ngram", "up to 3 tokens", "rejection"):
+            assert said in view.text("#chat-about")
         # At temperature 1 a random model sometimes ends an answer with its first token.
         view.slide("#temperature", 0)
         view.slide("#most", 16)
@@ -642,6 +646,10 @@ def test_the_playground_streams_an_answer(url, tmp_path):
         assert 0 < rounds <= 16
         assert view.text("#answer")
         assert view.text("#chat-state") == ""
+        view.until("!$('round-body').hidden && answer.rounds.length === answer.emitted.length")
+        assert view.run("answer.rounds.length") == rounds
+        assert "drafter ngram, rule rejection, temperature 0" in view.text("#round-about")
+        assert "gives the tokens that the run emitted" in view.text("#trace")
         view.run("$('chat-input').value = 'a '.repeat(400)")
         view.click("#send")
         view.until("$('chat-state').innerText.startsWith('No answer: ')")

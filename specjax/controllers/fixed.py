@@ -33,7 +33,7 @@ class Fixed:
     ) -> tuple[Limits, int, StepSizes]:
         """Return the same limits for every step, `most_rounds`, and the state unchanged."""
         del unfinished
-        return up_to(state, self.longest), most_rounds, state
+        return _up_to(state, self.longest), most_rounds, state
 
     def update(self, state: StepSizes, record: StepRecord) -> StepSizes:
         """Return the state unchanged."""
@@ -74,7 +74,7 @@ class ByBatch:
         The number is small, since rows may finish, after which another length may apply.
         """
         steps = (longest for low, high, longest in self.table if low <= unfinished <= high)
-        return up_to(state, next(steps, self.longest)), min(most_rounds, _ROUNDS), state
+        return _up_to(state, next(steps, self.longest)), min(most_rounds, _ROUNDS), state
 
     def update(self, state: StepSizes, record: StepRecord) -> StepSizes:
         """Return the state unchanged."""
@@ -111,7 +111,7 @@ class Recorded:
         del unfinished
         sizes, chosen = state
         if chosen >= len(self.steps):
-            return up_to(sizes, 0), most_rounds, state
+            return _up_to(sizes, 0), most_rounds, state
         limits, rounds = self.steps[chosen]
         return limits, min(rounds, most_rounds), (sizes, chosen + 1)
 
@@ -127,7 +127,7 @@ def _check_length(name: str, value: int) -> None:
         raise ValueError(f"{name}={value!r}: use a whole number of at least 0")
 
 
-def up_to(sizes: StepSizes, longest: int | None) -> Limits:
+def _up_to(sizes: StepSizes, longest: int | None) -> Limits:
     """Return limits that allow each drafter `longest` nodes, by default all, at any confidence."""
     counts = [drafter.num_nodes for drafter in sizes.drafters]
     most = counts if longest is None else [min(count, longest) for count in counts]

@@ -114,5 +114,4 @@ LAYER_SKIP = Method(
     paper="2309.08168",
     drafter=LayerSkip,
     of_target=LayerSkip.of_target,
-    not_offered="the model reads a text to choose its layers; start the server with it",
 )

@@ -114,8 +114,6 @@ class Method:
 
     alone: str = ""
     """The reason why it cannot be joined with others by name; "" if it can."""
-    not_offered: str = ""
-    """The reason why the playground does not offer it; "" if it does."""
     in_all: bool = True
     """Whether `all` of `specjax.spec_bench` includes it if it has weights or needs none."""
     joined_in_all: bool = False

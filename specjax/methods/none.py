@@ -10,6 +10,5 @@ NONE = Method(
     paper="",
     drafter=NoDrafter,
     alone="it drafts nothing",
-    not_offered="a draft length of 0 is plain decoding",
     in_all=False,
 )

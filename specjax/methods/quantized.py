@@ -109,6 +109,5 @@ QUANTIZED = Method(
     paper="2502.10424, 2410.11305",
     drafter=Quantized,
     of_target=Quantized.of_target,
-    not_offered="it needs another copy of the weights; start the server with it",
     in_all=False,
 )

@@ -217,6 +217,5 @@ SPARSE_KV = Method(
     paper="2408.11049",
     drafter=SparseKV,
     of_target=SparseKV.of_target,
-    not_offered="on short texts it is the target itself; start the server with it",
     in_all=False,
 )

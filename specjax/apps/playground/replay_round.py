@@ -28,6 +28,7 @@ from specjax.core.state import State
 from specjax.core.verify import as_drafted, verify_draft
 from specjax.distributed.sharding import use
 from specjax.engine.generate import Generation
+from specjax.engine.outputs import Output
 from specjax.engine.plan import DecodePlan
 from specjax.engine.programs import Programs, compile_plan, row_arguments
 from specjax.engine.requests import Request
@@ -53,6 +54,13 @@ class RecordedRow:
         tables = (result.drafted, result.accepted, result.emitted, result.drafter)
         counts = (tuple(table[row][active].tolist()) for table in tables)
         return cls(tuple(result.token_ids[row]), *counts)
+
+    @classmethod
+    def of_output(cls, output: Output) -> RecordedRow:
+        """Return the record of a request's output in an engine."""
+        rounds = output.rounds
+        counts = (rounds.drafted, rounds.accepted, rounds.emitted, rounds.drafter)
+        return cls(tuple(output.token_ids), *(tuple(part.tolist()) for part in counts))
 
     def tokens_of(self, number: int) -> tuple[int, ...]:
         """Return the tokens that round `number` emitted."""

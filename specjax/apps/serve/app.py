@@ -5,8 +5,6 @@ from __future__ import annotations
 import hmac
 from typing import Any
 
-import anyio
-import anyio.to_thread
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -16,35 +14,31 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from specjax.apps.serve.connections import error_response, read_body, start_answer
-from specjax.apps.serve.engine_thread import EngineThread
+from specjax.apps.serve.connections import Answer, Completions, error_response
 from specjax.apps.serve.metrics import CONTENT_TYPE
 from specjax.apps.serve.playground_api import Playground
-from specjax.apps.serve.requests import RequestError, RequestReader
+from specjax.apps.serve.requests import RequestError
 
-_ENCODERS = 2
-"""The number of bodies that are read and encoded at once, each in a thread."""
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class Api:
     """The HTTP endpoints of a server with one engine.
 
-    Bodies of more than `max_body_bytes` are refused. The methods take a request of Starlette and
-    return its response.
+    The methods take a request of Starlette and return its response.
     """
 
-    def __init__(self, engine: EngineThread, reader: RequestReader, max_body_bytes: int) -> None:
-        self.engine, self.reader, self._max_body_bytes = engine, reader, max_body_bytes
-        self._encoders = anyio.CapacityLimiter(_ENCODERS)
+    def __init__(self, completions: Completions) -> None:
+        self._completions = completions
+        self._engine, self._reader = completions.engine, completions.reader
 
-    async def chat(self, request: Request) -> ASGIApp:
+    async def chat(self, request: Request) -> Answer:
         """Answer POST /v1/chat/completions."""
-        return await self._complete(request, chat=True)
+        return self._completions.start(await self._completions.read(request, chat=True))
 
-    async def text(self, request: Request) -> ASGIApp:
+    async def text(self, request: Request) -> Answer:
         """Answer POST /v1/completions."""
-        return await self._complete(request, chat=False)
+        return self._completions.start(await self._completions.read(request, chat=False))
 
     async def models(self, request: Request) -> Response:
         """Answer GET /v1/models."""
@@ -52,20 +46,20 @@ class Api:
 
     async def model(self, request: Request) -> Response:
         """Answer GET /v1/models/{name}."""
-        self.reader.check_model(request.path_params["name"])
+        self._reader.check_model(request.path_params["name"])
         return JSONResponse(self._model())
 
     async def health(self, request: Request) -> Response:
         """Answer GET /health with status 200, or 503 once the engine has failed."""
-        if self.engine.failure is not None:
+        if self._engine.failure is not None:
             raise RequestError(503, "the engine has failed")
         return JSONResponse({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:
         """Answer GET /metrics in Prometheus's text format."""
-        engine = self.engine
+        engine = self._engine
         text = engine.counters.text(
-            self.reader.model_name,
+            self._reader.model_name,
             running=engine.num_running,
             waiting=engine.num_waiting,
             preempted=engine.engine.statistics.put_back,
@@ -74,21 +68,12 @@ class Api:
 
     def _model(self) -> dict[str, Any]:
         return {
-            "id": self.reader.model_name,
+            "id": self._reader.model_name,
             "object": "model",
             "created": 0,
             "owned_by": "specjax",
-            "max_model_len": self.engine.engine.plan.options.max_length,
+            "max_model_len": self._completions.plan.options.max_length,
         }
-
-    async def _complete(self, request: Request, *, chat: bool) -> ASGIApp:
-        body = await read_body(request, self._max_body_bytes)
-        completion = await anyio.to_thread.run_sync(
-            lambda: self.reader.read(body, chat=chat), limiter=self._encoders
-        )
-        if self.engine.failure is not None:
-            raise RequestError(503, "the engine has failed")
-        return start_answer(self.engine, completion, self.reader.model_name)
 
 
 class RequireKey:

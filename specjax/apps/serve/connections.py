@@ -1,23 +1,28 @@
-"""Read the bodies of requests, and send responses that end when the client disconnects."""
+"""Read requests for completions, and send responses that end when the client disconnects."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import anyio
+import anyio.to_thread
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from specjax.apps.serve.engine_thread import EngineThread, Reply
-from specjax.apps.serve.requests import Completion, RequestError
+from specjax.apps.serve.requests import Completion, RequestError, RequestReader
 from specjax.apps.serve.responses import ResponseWriter
+from specjax.engine.plan import DecodePlan
 
 _BODY_S = 30.0
 """Seconds within which the body of a request must arrive."""
 _DISCARDED = 16
 """A body of up to this many times the largest size is read to its end before it is refused, since a
 client that is still sending reads no response."""
+_ENCODERS = 2
+"""The number of bodies that are read and encoded at once, each in a thread."""
 _EVENT_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
@@ -61,17 +66,49 @@ class Answer:
         await send({"type": "http.response.body", "body": b""})
 
 
-def start_answer(engine: EngineThread, completion: Completion, model_name: str) -> Answer:
-    """Submit a request to an engine; return the response. Raises RequestError if too many wait."""
-    reply = engine.submit(completion.prompts, completion.sampling, completion.n)
-    if reply is None:
-        message = f"{engine.num_unfinished} samples run or wait: try again later"
-        raise RequestError(429, message, code="rate_limit_exceeded")
-    plan = engine.engine.plan
-    drafters = [part.name for part in plan.loop.drafter.parts]
-    tokenizer, longest = plan.model.tokenizer, plan.options.max_length
-    writer = ResponseWriter(completion, model_name, tokenizer, drafters, longest)
-    return Answer(engine, reply, writer)
+@dataclass
+class Completions:
+    """Requests for completions by one engine: how they are read, and how they are answered.
+
+    Bodies of more than `max_body_bytes` are refused.
+    """
+
+    engine: EngineThread
+    reader: RequestReader
+    max_body_bytes: int
+    _encoders: anyio.CapacityLimiter = field(
+        default_factory=lambda: anyio.CapacityLimiter(_ENCODERS)
+    )
+
+    @property
+    def plan(self) -> DecodePlan:
+        """The engine's plan of the moment."""
+        return self.engine.engine.plan
+
+    async def read(self, request: Request, *, chat: bool) -> Completion:
+        """Return the checked request in a body, of the chat or of the text API.
+
+        Raises RequestError for an invalid one, and if the engine has failed.
+        """
+        body = await read_body(request, self.max_body_bytes)
+        completion = await anyio.to_thread.run_sync(
+            lambda: self.reader.read(body, chat=chat), limiter=self._encoders
+        )
+        if self.engine.failure is not None:
+            raise RequestError(503, "the engine has failed")
+        return completion
+
+    def start(self, completion: Completion) -> Answer:
+        """Submit a request; return its response. Raises RequestError if too many samples wait."""
+        reply = self.engine.submit(completion.prompts, completion.sampling, completion.n)
+        if reply is None:
+            message = f"{self.engine.num_unfinished} samples run or wait: try again later"
+            raise RequestError(429, message, code="rate_limit_exceeded")
+        drafters = [part.name for part in self.plan.loop.drafter.parts]
+        tokenizer, longest = self.plan.model.tokenizer, self.plan.options.max_length
+        name = self.reader.model_name
+        writer = ResponseWriter(completion, name, tokenizer, drafters, longest)
+        return Answer(self.engine, reply, writer)
 
 
 async def read_body(request: Request, most: int) -> bytes:

@@ -18,7 +18,7 @@ from dataclasses import replace
 from specjax.apps.serve.metrics import Counters
 from specjax.apps.serve.requests import RequestError
 from specjax.engine.engine import Engine
-from specjax.engine.outputs import Delta, Output
+from specjax.engine.outputs import Delta
 from specjax.engine.requests import SamplingParams
 from specjax.errors import InputError
 from specjax.files.log import LOGGER
@@ -35,14 +35,14 @@ class Reply:
 
     def __init__(self, num_samples: int) -> None:
         self.num_unfinished = num_samples
-        self.on_output: Callable[[Output], object] = lambda output: None
-        """Called with the output of each sample before it is delivered."""
+        self.on_delta: Callable[[Delta], object] = lambda delta: None
+        """Called with each delta before it is delivered."""
         self._arrived: asyncio.Queue[tuple[int, Delta] | RequestError] = asyncio.Queue()
 
     def put(self, item: tuple[int, Delta] | RequestError) -> None:
         """Append a delta with the index of its prompt, or an error that ends the reply."""
-        if isinstance(item, tuple) and item[1].output is not None:
-            self.on_output(item[1].output)
+        if isinstance(item, tuple):
+            self.on_delta(item[1])
         self._arrived.put_nowait(item)
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Delta]]:

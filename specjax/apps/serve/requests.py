@@ -130,13 +130,7 @@ class RequestReader:
 
         May be called from any thread. Raises RequestError for an invalid body.
         """
-        return self.completion(read_object(body), chat=chat)
-
-    def completion(self, values: Mapping[str, Any], *, chat: bool) -> Completion:
-        """Return the checked request with the fields `values`, of the chat or of the text API.
-
-        Raises RequestError for an invalid field.
-        """
+        values = _read_object(body)
         field = "messages" if chat else "prompt"
         given = _checked(values, _CHAT if chat else _TEXT, (field, "stream_options"))
         self.check_model(given.get("model", self.model_name))
@@ -147,7 +141,7 @@ class RequestReader:
             raise RequestError(400, f"n={n}: use at most {self.capacity}", "n")
         prompts = []
         for where, prompt in _prompts(values, field, self.capacity // n):
-            with refused(field):
+            with _refused(field):
                 prompts.append(self.engine.encode(prompt, sampling, where))
         return Completion(
             chat=chat,
@@ -182,9 +176,9 @@ class RequestReader:
         return replace(self.defaults, **changes), logprobs
 
 
-def read_object(body: bytes) -> dict[str, Any]:
+def _read_object(body: bytes) -> dict[str, Any]:
     """Return the fields of a JSON object that are not null. Raises RequestError."""
-    with refused(None):
+    with _refused(None):
         values = parse_json(body, "the body", "send a JSON object")
     if not isinstance(values, dict):
         raise RequestError(400, f"the body is {shown(values)}: send a JSON object")
@@ -202,7 +196,7 @@ def _checked(
     for name, value in values.items():
         if name in kinds:
             value = [value] if name == "stop" and isinstance(value, str) else value
-            with refused(name):
+            with _refused(name):
                 checked[name] = kinds[name].check(name, value)
         elif name in _WITHOUT_EFFECT:
             if not any(value == one for one in _WITHOUT_EFFECT[name]):
@@ -219,7 +213,7 @@ def _checked(
 
 
 @contextmanager
-def refused(field: str | None) -> Iterator[None]:
+def _refused(field: str | None) -> Iterator[None]:
     """Turn an InputError in the context into a RequestError with status 400 about `field`."""
     try:
         yield
@@ -272,5 +266,5 @@ def _include_usage(values: Mapping[str, Any], *, stream: bool) -> bool:
         if name not in known:
             message = unknown_name("stream_options.", name, value, known)
             raise RequestError(400, message, "stream_options")
-    with refused("stream_options"):
+    with _refused("stream_options"):
         return Flag().check("stream_options.include_usage", options.get("include_usage", False))

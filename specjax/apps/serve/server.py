@@ -13,6 +13,7 @@ import uvicorn
 
 from specjax import signals
 from specjax.apps.serve.app import Api, build_app
+from specjax.apps.serve.connections import Completions
 from specjax.apps.serve.engine_thread import EngineThread
 from specjax.apps.serve.playground_api import Playground
 from specjax.apps.serve.requests import RequestReader
@@ -74,15 +75,9 @@ class Server(uvicorn.Server):
         self._engine = EngineThread(engine, options.max_waiting)
         self._listener, self._shutdown_s, self._ready = listener, options.shutdown_s, ready
         reader = RequestReader(engine, options.model_name, options.sampling, self._engine.capacity)
-        api = Api(self._engine, reader, options.max_body_bytes)
-        self._playground = Playground(
-            engine.plan,
-            options.model_name,
-            options.sampling,
-            options.max_body_bytes,
-        )
+        completions = Completions(self._engine, reader, options.max_body_bytes)
         config = uvicorn.Config(
-            build_app(api, self._playground, options.host, api_key),
+            build_app(Api(completions), Playground(completions), options.host, api_key),
             http="h11",
             ws="none",
             lifespan="off",
@@ -106,13 +101,8 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop listening, and wait for the running requests."""
-        asyncio.get_running_loop().call_later(self._shutdown_s, self._abort_all)
+        asyncio.get_running_loop().call_later(self._shutdown_s, self._engine.abort_all)
         await super().shutdown(sockets)
-        await self._playground.engines.stop()
-
-    def _abort_all(self) -> None:
-        self._engine.abort_all()
-        self._playground.engines.abort_all()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
