@@ -34,7 +34,7 @@ class DistillSection:
 
     layers: Annotated[tuple[int, ...], _LAYERS]
     """The layers of the target from which the draft model is initialized."""
-    draft_vocab_size: DraftVocabSize
+    draft_vocab_size: DraftVocabSize = None
     """The number of tokens that it drafts, the most common ones of the data; all by default."""
 
 
