@@ -158,7 +158,7 @@ def _check_devices(batch_size: int, accumulate: int, data_devices: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """The config of a training command; a config file sets what differs from the defaults.
+    """The checked config of a training command; a config file sets what differs from the defaults.
 
     A method's config inherits from it and adds its sections, consistency checks of their fields in
     `CHECKS`, and in `DEFAULT` the name of the default config file. A run has either a target, or
