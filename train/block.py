@@ -27,22 +27,20 @@ from train.methods.blocks.block import START, BlockLoss, block_method
 from train.methods.losses import LabelLoss, with_label_loss
 from train.methods.method import Method
 from train.run import run
-from train.run.config import DraftVocabSize, TrainingConfig
+from train.run.config import DraftVocabulary, TrainingConfig
 from train.run.precision import multiply_dtype
 
 _TAPS = Items(Text(), remedy="use names of features, such as ('layer_input:2',)")
 _USUAL_TAPS = 5
 
 
-@dataclass(frozen=True)
-class BlockSection:
+@dataclass(frozen=True, kw_only=True)
+class BlockSection(DraftVocabulary):
     """The shape of a block drafter, and its initialization."""
 
     shape: Annotated[BlockShape, Inline({"block_size": 8})]
     num_layers: Annotated[int, Whole(1, 64)] = 2
     """The number of layers."""
-    draft_vocab_size: DraftVocabSize = None
-    """The number of tokens that it drafts, the most common ones of the data; all by default."""
     taps: Annotated[tuple[str, ...], _TAPS] = ()
     """The target features that it reads; () for five, evenly spaced."""
     mask_token_id: Annotated[int | None, optional(Whole())] = None

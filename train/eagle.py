@@ -25,19 +25,17 @@ from train.methods.eagle import START, EagleLoss, eagle_method
 from train.methods.losses import LabelLoss, with_label_loss
 from train.methods.method import Method
 from train.run import run
-from train.run.config import DraftVocabSize, TrainingConfig
+from train.run.config import DraftVocabulary, TrainingConfig
 from train.run.precision import multiply_dtype
 
 _TAPS = Items(Text(), remedy="use names of features, such as ('layer_input:2',)")
 
 
-@dataclass(frozen=True)
-class EagleSection:
+@dataclass(frozen=True, kw_only=True)
+class EagleSection(DraftVocabulary):
     """The shape of a head, and its initialization."""
 
     shape: Annotated[EagleShape, Inline({"version": 3})]
-    draft_vocab_size: DraftVocabSize = None
-    """The number of tokens that it drafts, the most common ones of the data; all by default."""
     taps: Annotated[tuple[str, ...], _TAPS] = ()
     """The target features that it reads; () for the inputs of layers 2, L/2 and L - 3 (EAGLE-3) or
     the final norm (EAGLE).

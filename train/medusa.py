@@ -25,19 +25,17 @@ from train.methods.medusa import MedusaLoss, medusa_method
 from train.methods.medusa2 import JointLoss, JointOptions, medusa2_method
 from train.methods.method import Method
 from train.run import run
-from train.run.config import DraftVocabSize, TrainingConfig
+from train.run.config import DraftVocabulary, TrainingConfig
 from train.run.precision import multiply_dtype
 
 _SHAPE = {"num_heads": 4, "num_layers": 1, "original_lm_head": True, "projection": True}
 
 
-@dataclass(frozen=True)
-class MedusaSection:
+@dataclass(frozen=True, kw_only=True)
+class MedusaSection(DraftVocabulary):
     """The shape of the heads, and the tokens that they draft."""
 
     shape: Annotated[MedusaShape, Inline(_SHAPE)]
-    draft_vocab_size: DraftVocabSize = None
-    """The number of tokens that they draft, the most common ones of the data; all by default."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from train.methods.method import Method
 from train.methods.mtp import EXPORTS, START, TRAINS, mtp_method
 from train.methods.mtp_loss import MtpLoss, MtpLossOptions
 from train.run import run
-from train.run.config import DraftVocabSize, TrainingConfig
+from train.run.config import DraftVocabulary, TrainingConfig
 from train.run.precision import multiply_dtype
 
 _LOSS_WEIGHT = 0.3
@@ -34,7 +34,7 @@ _LOSS_WEIGHT = 0.3
 
 
 @dataclass(frozen=True, kw_only=True)
-class MtpSection:
+class MtpSection(DraftVocabulary):
     """What is trained and exported, the modules' shape and conventions, and the loss."""
 
     trains: Annotated[str, TRAINS] = "modules"
@@ -45,8 +45,6 @@ class MtpSection:
     """The number of draft steps in the loss; by default one per module. The last module runs
     further ones, on its own outputs.
     """
-    draft_vocab_size: DraftVocabSize = None
-    """The number of tokens that they draft, the most common ones of the data; all by default."""
     start: Annotated[str, START] = "target"
     """The initial modules: the target's own, or new ones that pass its feature through; or random
     ones.

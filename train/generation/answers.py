@@ -38,6 +38,7 @@ from specjax.files.path_checks import user_path
 from specjax.loading.hub import DEFAULT_MODEL
 from specjax.loading.load import DTYPE
 from specjax.loading.model import Model
+from specjax.loading.texts.tfds_texts import SplitLocation
 from specjax.sampling import derived_seed
 from train.data.examples import Example
 from train.data.responses import Numbering, held_out_groups
@@ -86,14 +87,10 @@ class Job:
     noun: str = "prompts"
 
 
-@dataclass(frozen=True)
-class DatasetConfig:
+@dataclass(frozen=True, kw_only=True)
+class DatasetConfig(SplitLocation):
     """The location of prompts in a TFDS dataset."""
 
-    data_dir: Annotated[Path | None, optional(OutputFolder())] = None
-    """The folder of TFDS datasets."""
-    split: Annotated[str, Text()] = "train"
-    """The split of the dataset."""
     prompt_field: Annotated[str, Text()] = "prompt"
     """The field with the prompt."""
 

@@ -21,21 +21,17 @@ from specjax.fields import (
 from specjax.files.path_checks import user_path
 from specjax.loading.texts.documents import DocumentFiles, Documents, document_files
 from specjax.loading.texts.text_tokens import encode_document
-from specjax.loading.texts.tfds_texts import FieldNames, Texts, open_texts
+from specjax.loading.texts.tfds_texts import FieldNames, SplitLocation, Texts, open_texts
 from specjax.loading.tokenizers.tokenizer import Tokenizer
 from train.data.examples import Example
 from train.data.responses import VALIDATION_EVERY, Numbering
 from train.pretraining.tokenizers import SMALLEST_VOCABULARY, TRAIN
 
 
-@dataclass(frozen=True)
-class TfdsSection:
+@dataclass(frozen=True, kw_only=True)
+class TfdsSection(SplitLocation):
     """The location of texts in a TFDS dataset."""
 
-    data_dir: Annotated[Path | None, optional(OutputFolder())] = None
-    """The folder of TFDS datasets."""
-    split: Annotated[str, Text()] = "train"
-    """The split of the dataset."""
     text_field: Annotated[str, Text()] = "text"
     """The field with the text."""
 

@@ -135,8 +135,12 @@ class EvalConfig:
     """The temperatures used for decoding at the end; earlier evaluations use the first one only."""
 
 
-DraftVocabSize = Annotated[int | None, optional(Whole(1))]
-"""The number of the target's tokens that a head can draft; None for all."""
+@dataclass(frozen=True, kw_only=True)
+class DraftVocabulary:
+    """The part of the target's vocabulary that a head drafts; a base of methods' sections."""
+
+    draft_vocab_size: Annotated[int | None, optional(Whole(1))] = None
+    """The number of tokens that are drafted, the most common ones of the data; all by default."""
 
 
 def _check_accumulate(batch_size: int, accumulate: int) -> None:
