@@ -35,7 +35,7 @@ class MedusaShape:
     num_layers: Annotated[int, Whole(1, 64)]
     """The number of residual blocks per head."""
     original_lm_head: bool
-    """Whether the heads share the target's output layer; otherwise each trains one of its own."""
+    """Whether the heads share the target's output layer; otherwise each has one of its own."""
     projection: bool = False
     """Whether each head has a matrix of its own before the target's output layer."""
 
