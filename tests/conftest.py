@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import gc
 import os
+import shutil
 import signal
 import tempfile
 import threading
@@ -58,6 +59,11 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     # What a process that a test starts has compiled is there for the next one.
     PROGRAMS = tempfile.TemporaryDirectory(prefix="programs-")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = PROGRAMS.name
+    # Kernels in C++ that an earlier run has built, for the sources as they are, need no compiler.
+    BUILT = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "specjax/kernels").expanduser()
+    KERNELS = Path(PROGRAMS.name, "specjax/kernels")
+    if BUILT.is_dir():
+        shutil.copytree(BUILT, KERNELS)
     os.environ["XDG_CACHE_HOME"] = PROGRAMS.name
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
@@ -159,6 +165,15 @@ def pytest_configure(config):
     if config.getoption("numprocesses", None):
         # While the workers collect tests: it takes ten seconds, and each would begin with it.
         threading.Thread(target=library.available).start()
+
+
+def pytest_unconfigure(config):
+    """Keep the kernels that were built for the next run."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        BUILT.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for library in KERNELS.glob("*.so"):
+            if not (BUILT / library.name).exists():
+                shutil.copy(library, BUILT)
 
 
 def pytest_collection_modifyitems(config, items):
