@@ -2,15 +2,17 @@
 
 SIZE: quick = 5 minutes on two CPU cores; debug = a minute or two, for compiling; none = the
 settings below. Memory: docs/training.md.
+
+`--help` says what each field does.
 """
 
-from ml_collections import config_dict
-
-from train.run.config import default_workdir, set_size, training_fields
+from specjax.apps.command_line.config_file import config_of
+from train import distill
+from train.run.config import default_workdir, set_size
 
 
 def get_config(size=""):
-    config = training_fields()
+    config = config_of(distill.Config)
     config.workdir = default_workdir("train_distill", size)
     config.steps = 6600
     config.batch_size = 2
@@ -22,17 +24,8 @@ def get_config(size=""):
     config.eval.prompts = 8
     config.row_tokens = 512
     config.row_labels = 288
-
-    config.distill = config_dict.ConfigDict()
-    config.distill.layers = (0, 1, 29)  # of the target: what the draft model starts as
-    config.distill.draft_vocab_size = 8192  # the commonest tokens of the data; V = all
-
-    config.loss = config_dict.ConfigDict()
-    config.loss.kl = 1.0  # of KL(target || draft)
-    config.loss.tv = 0.0  # of the total variation
-    # In place of both: ce | kl | reverse_kl | tv | lk | lk_blend, or several as ce:0.1,tv:0.9.
-    config.loss.label_loss = config_dict.placeholder(str)
-    config.loss.depths = 4  # drafts per round that are measured
+    config.distill.layers = (0, 1, 29)
+    config.distill.draft_vocab_size = 8192
 
     set_size(config, size)
     if size == "debug":
@@ -40,6 +33,4 @@ def get_config(size=""):
         config.distill.layers = (0, 29)
     elif size == "quick":
         config.steps = 240
-        config.warmup = 20
-        config.row_labels = 384  # answers are most of these conversations
     return config

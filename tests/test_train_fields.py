@@ -1,6 +1,8 @@
 """The fields that every training config has: what is refused, what is read."""
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 import toy_training
@@ -8,10 +10,54 @@ from toy_training import config_of, get_config, read
 
 from specjax.apps.command_line.config_file import read_config
 from specjax.errors import InputError
+from specjax.fields import Number, Whole
 from train import block, distill, eagle, layerskip, medusa, mtp
+from train.run import run
 from train.run.config import read_training_config
 
 TOY = toy_training.__file__
+
+
+@dataclass(frozen=True)
+class Extras:
+    """A section that no other command has."""
+
+    share: Annotated[float, Number(0.0, 1.0)] = 0.25
+    """A share in that section."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extended(toy_training.ToyConfig):
+    """The config of a command that has more fields than others."""
+
+    window: Annotated[int, Whole(1)] = 7
+    """A window that no other command has."""
+    extras: Extras
+
+
+def test_a_field_is_declared_once(tmp_path, capsys):
+    """The command line sets and checks it, `--help` lists it, and a run records it."""
+    file = tmp_path / "extended.py"
+    file.write_text(
+        "from specjax.apps.command_line.config_file import config_of\n"
+        f"from {__name__} import Extended\n"
+        "def get_config():\n"
+        "    return config_of(Extended)\n"
+    )
+
+    def read_options(*options):
+        argv = [f"--config={file}", "--config.workdir=build/toy", *options]
+        return read_training_config(Extended, read_config(argv, "", Extended).to_dict())
+
+    config = read_options("--config.window=3")
+    assert (config.window, config.extras.share, config.seed) == (3, 0.25, 0)
+    assert config.record["window"] == 3
+    with pytest.raises(InputError, match=r"window=0: use .*; extras.share=2.0: use a number from"):
+        read_options("--config.window=0", "--config.extras.share=2")
+    assert run.main(toy_training.toy_method, Extended, [f"--config={file}", "--help"]) == 0
+    said = capsys.readouterr().out
+    assert "  window = 7\n      A window that no other command has. [" in said
+    assert "  extras: A section that no other command has.\n  extras.share = 0.25\n" in said
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,15 @@ def medusa_config(target, heads=3, num_layers=1, original_lm_head=True, projecti
     vocab = target.config.vocab_size
     size = vocab if ids is None else len(ids)
     width = target.config.hidden_size
-    return MedusaConfig(width, vocab, heads, num_layers, size, original_lm_head, projection)
+    return MedusaConfig(
+        hidden_size=width,
+        vocab_size=vocab,
+        num_heads=heads,
+        num_layers=num_layers,
+        draft_vocab_size=size,
+        original_lm_head=original_lm_head,
+        projection=projection,
+    )
 
 
 def medusa_head(target, ids=None, spread=1.0, seed=0, **options):
@@ -181,13 +189,8 @@ def medusa_head(target, ids=None, spread=1.0, seed=0, **options):
 
 @functools.cache
 def noisy_medusa_head(target, vocabulary=None, original=False, layers=1, seed=0):
-    size = target.config.vocab_size
-    width = target.config.hidden_size
-    config = MedusaConfig(width, size, 3, layers, vocabulary or size, original)
-    ids = None
-    if vocabulary is not None:
-        rng = np.random.default_rng(seed)
-        ids = np.sort(rng.choice(size, vocabulary, replace=False)).astype(np.int32)
+    ids = None if vocabulary is None else some_ids(target, vocabulary, seed)
+    config = medusa_config(target, 3, layers, original, ids=ids)
     params = noisy(config.parameter_table(), seed, 0.3)
     return Head("medusa", config, params, ids, TargetMetadata.of(target))
 

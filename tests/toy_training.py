@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from specjax.apps.command_line import config_file
 from specjax.fields import Text
 from specjax.loading.load import random_model
 from specjax.methods.heads.head import Head, TargetMetadata
@@ -28,7 +29,7 @@ from train.data.write_responses import write_responses
 from train.methods.method import Method, measure
 from train.methods.packed_rows import at_rows, fill_features
 from train.run import run, setup
-from train.run.config import TrainingConfig, read_training_config, training_fields
+from train.run.config import TrainingConfig, read_training_config
 
 DEPTHS = 2
 TOKENS, LABELS = 32, 28
@@ -115,7 +116,14 @@ def toy_method(target, config=None, *, poison=None):
     There is no noise. With `poison` the loss is NaN at every label with that token.
     """
     width, vocab = target.config.hidden_size, target.config.vocab_size
-    head_config = MedusaConfig(width, vocab, DEPTHS, 1, vocab, original_lm_head=False)
+    head_config = MedusaConfig(
+        hidden_size=width,
+        vocab_size=vocab,
+        num_heads=DEPTHS,
+        num_layers=1,
+        draft_vocab_size=vocab,
+        original_lm_head=False,
+    )
 
     def init(key):
         return {
@@ -155,7 +163,7 @@ def toy_method(target, config=None, *, poison=None):
 
 def get_config():
     """Return the config of a run that takes a second or two."""
-    config = training_fields()
+    config = config_file.config_of(TrainingConfig)
     config.steps = 12
     config.batch_size = 4
     config.row_tokens, config.row_labels = TOKENS, LABELS

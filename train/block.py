@@ -17,9 +17,9 @@ from typing import Annotated
 
 from specjax.apps.command_line.command import use_compilation_cache
 from specjax.errors import InputError
-from specjax.fields import Items, Text, Whole, optional
+from specjax.fields import Inline, Items, Text, Whole, optional
 from specjax.loading.model import Model
-from specjax.methods.block.head import BlockConfig, default_taps
+from specjax.methods.block.head import BlockConfig, BlockShape, default_taps
 from specjax.models.config import Attention
 from specjax.models.features import check_features
 from train.data.vocabulary import Vocabulary
@@ -27,50 +27,28 @@ from train.methods.blocks.block import START, BlockLoss, block_method
 from train.methods.losses import LabelLoss, with_label_loss
 from train.methods.method import Method
 from train.run import run
-from train.run.config import DraftVocabSize, TrainingConfig
+from train.run.config import DraftVocabulary, TrainingConfig
 from train.run.precision import multiply_dtype
 
 _TAPS = Items(Text(), remedy="use names of features, such as ('layer_input:2',)")
 _USUAL_TAPS = 5
 
 
-@dataclass(frozen=True)
-class BlockSection:
-    """The shape of a block drafter, with the names of `BlockConfig`, and its initialization."""
+@dataclass(frozen=True, kw_only=True)
+class BlockSection(DraftVocabulary):
+    """The shape of a block drafter, and its initialization."""
 
-    num_layers: Annotated[int, Whole(1, 64)]
+    shape: Annotated[BlockShape, Inline({"block_size": 8})]
+    num_layers: Annotated[int, Whole(1, 64)] = 2
     """The number of layers."""
-    block_size: Annotated[int, Whole(1, 1024)]
-    """The number of slots of a block, the anchor included."""
-    draft_vocab_size: DraftVocabSize
-    """The number of tokens that it drafts, the most common ones of the data; all by default."""
-    taps: Annotated[tuple[str, ...], _TAPS]
+    taps: Annotated[tuple[str, ...], _TAPS] = ()
     """The target features that it reads; () for five, evenly spaced."""
-    mask_token_id: Annotated[int | None, optional(Whole())]
+    mask_token_id: Annotated[int | None, optional(Whole())] = None
     """The token whose embedding stands for the tokens to be drafted; by default one without text,
     or the last.
     """
-    start: Annotated[str, START]
+    start: Annotated[str, START] = "target"
     """The initial layers: the target's last ones, or random."""
-    causal: bool
-    """Whether a slot attends only to itself and earlier slots of its block."""
-    sample_from_anchor: bool
-    """Whether each slot predicts the next token, rather than a mask its own."""
-    markov_rank: Annotated[int, Whole(0, 1 << 16)]
-    """The rank of the bias of logits by the token before; 0 for none."""
-    confidence: bool
-    """Whether a head estimates the probability that a token is accepted."""
-    conv_kernel_size: Annotated[int, Whole(0, 64)]
-    """The number of taps of convolutions around attention and MLP; 0 for none."""
-    conv_group_size: Annotated[int, Whole(1)]
-    """The number of channels that share the part of a convolution's kernel that depends on its
-    input.
-    """
-    selector_rank: Annotated[int, Whole(0, 1 << 16)]
-    """The rank of the scores by which a slot's token is selected, given the one before; 0 for none.
-    """
-    selector_top_k: Annotated[int, Whole(1, 1024)]
-    """The number of tokens per slot among which the selector chooses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,30 +70,28 @@ def make_method(
     `label_loss` replaces the config's loss of each label. Raises InputError for settings that do
     not fit `target`.
     """
-    options = dict(vars(config.block))
-    start, size = options.pop("start"), options.pop("draft_vocab_size")
-    num_layers, mask = options.pop("num_layers"), options.pop("mask_token_id")
-    taps = options.pop("taps") or default_taps(target.config.num_layers, _USUAL_TAPS)
+    section, vocab_size = config.block, target.config.vocab_size
+    taps = section.taps or default_taps(target.config.num_layers, _USUAL_TAPS)
     check_features(taps, target.config.num_layers, "block.taps: ")
-    draft_ids, vocab_size = vocabulary(size), target.config.vocab_size
+    draft_ids, mask = vocabulary(section.draft_vocab_size), section.mask_token_id
     if mask is None:
         mask = (*target.config.unused_tokens, vocab_size - 1)[0]
     try:
         shape = BlockConfig(
             decoder=replace(
-                target.config.llama_layers(num_layers), attention=Attention(qk_norm=True)
+                target.config.llama_layers(section.num_layers), attention=Attention(qk_norm=True)
             ),
             target_hidden_size=target.config.hidden_size,
             draft_vocab_size=vocab_size if draft_ids is None else len(draft_ids),
             taps=taps,
             mask_token_id=mask,
-            **options,
+            **vars(section.shape),
         )
     except InputError as error:
         raise InputError(f"block.{error}") from None
     loss = with_label_loss(config.loss, label_loss)
     multiply = multiply_dtype(config.dtype)
-    return block_method(target, shape, draft_ids, loss, start=start, multiply=multiply)
+    return block_method(target, shape, draft_ids, loss, start=section.start, multiply=multiply)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -22,20 +22,18 @@ from train.methods.distill import DistillLoss, distill_method
 from train.methods.losses import LabelLoss, with_label_loss
 from train.methods.method import Method
 from train.run import run
-from train.run.config import DraftVocabSize, TrainingConfig
+from train.run.config import DraftVocabulary, TrainingConfig
 from train.run.precision import multiply_dtype
 
 _LAYERS = Items(Whole(), least=1, remedy="use numbers of the target's layers, from 0")
 
 
-@dataclass(frozen=True)
-class DistillSection:
+@dataclass(frozen=True, kw_only=True)
+class DistillSection(DraftVocabulary):
     """The target's layers that initialize the draft model, and the tokens that it drafts."""
 
     layers: Annotated[tuple[int, ...], _LAYERS]
     """The layers of the target from which the draft model is initialized."""
-    draft_vocab_size: DraftVocabSize
-    """The number of tokens that it drafts, the most common ones of the data; all by default."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,60 +16,38 @@ from typing import Annotated
 
 from specjax.apps.command_line.command import use_compilation_cache
 from specjax.errors import InputError
-from specjax.fields import Items, Text, Whole, optional
+from specjax.fields import Inline, Items, Text, Whole, optional
 from specjax.loading.model import Model
-from specjax.methods.eagle.head import EagleConfig, default_taps
+from specjax.methods.eagle.head import EagleConfig, EagleShape, default_taps
 from specjax.models.features import check_features
 from train.data.vocabulary import Vocabulary
 from train.methods.eagle import START, EagleLoss, eagle_method
 from train.methods.losses import LabelLoss, with_label_loss
 from train.methods.method import Method
 from train.run import run
-from train.run.config import DraftVocabSize, TrainingConfig
+from train.run.config import DraftVocabulary, TrainingConfig
 from train.run.precision import multiply_dtype
 
 _TAPS = Items(Text(), remedy="use names of features, such as ('layer_input:2',)")
 
 
-@dataclass(frozen=True)
-class EagleSection:
-    """The shape of a head, with the names of `EagleConfig`, and its initialization.
+@dataclass(frozen=True, kw_only=True)
+class EagleSection(DraftVocabulary):
+    """The shape of a head, and its initialization."""
 
-    `taps` defaults to those of the version.
-    """
-
-    version: Annotated[int, Whole(1, 3, remedy="use 1 or 3")]
-    """1 for EAGLE, 3 for EAGLE-3."""
-    draft_vocab_size: DraftVocabSize
-    """The number of tokens that it drafts, the most common ones of the data; all by default."""
-    taps: Annotated[tuple[str, ...], _TAPS]
+    shape: Annotated[EagleShape, Inline({"version": 3})]
+    taps: Annotated[tuple[str, ...], _TAPS] = ()
     """The target features that it reads; () for the inputs of layers 2, L/2 and L - 3 (EAGLE-3) or
     the final norm (EAGLE).
     """
-    num_kv_heads: Annotated[int | None, optional(Whole(1))]
+    num_kv_heads: Annotated[int | None, optional(Whole(1))] = None
     """The number of key/value heads of its attention, a divisor of the query heads; those of the
     target by default.
     """
-    start: Annotated[str, START]
+    start: Annotated[str, START] = "target"
     """The initial weights: the target's last layer and output layer beside random weights (target),
     nothing else (last_layer), or random ones.
     """
-    fc_bias: bool
-    """Whether the layer that joins features has a bias."""
-    own_embedding: bool
-    """Whether the head trains an embedding of its own."""
-    own_head: bool
-    """Whether the head trains an output layer of its own; otherwise, and always in EAGLE, it uses
-    the target's.
-    """
-    norm_before_residual: bool
-    """Whether the residual is taken after the norm."""
-    norm_before_fc: bool
-    """Whether features are normed together before they are joined."""
-    fc_norm: bool
-    """Whether features are normed one by one before they are joined."""
-    norm_output: bool
-    """Whether the next draft step reads the output after the norm."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,11 +69,10 @@ def make_method(
     `label_loss` replaces the config's loss of each label. Raises InputError for settings that do
     not fit `target`.
     """
-    options = dict(vars(config.eagle))
-    start, size = options.pop("start"), options.pop("draft_vocab_size")
-    taps, num_kv_heads = options.pop("taps"), options.pop("num_kv_heads")
+    section, num_kv_heads = config.eagle, config.eagle.num_kv_heads
+    taps = section.taps
     if not taps:
-        version_1 = options["version"] == 1
+        version_1 = section.shape.version == 1
         taps = ("final_norm",) if version_1 else default_taps(target.config.num_layers)
     check_features(taps, target.config.num_layers, "eagle.taps: ")
     decoder = target.config.llama_layers(1)
@@ -106,17 +83,17 @@ def make_method(
                 f"heads of {target.name}; use a divisor"
             )
         decoder = replace(decoder, num_kv_heads=num_kv_heads)
-    draft_ids = vocabulary(size)
+    draft_ids = vocabulary(section.draft_vocab_size)
     shape = EagleConfig(
         decoder=decoder,
         target_hidden_size=target.config.hidden_size,
         draft_vocab_size=target.config.vocab_size if draft_ids is None else len(draft_ids),
         taps=taps,
-        **options,
+        **vars(section.shape),
     )
     loss = with_label_loss(config.loss, label_loss)
     multiply = multiply_dtype(config.dtype)
-    return eagle_method(target, shape, draft_ids, loss, start=start, multiply=multiply)
+    return eagle_method(target, shape, draft_ids, loss, start=section.start, multiply=multiply)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

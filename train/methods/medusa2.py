@@ -45,7 +45,7 @@ class JointOptions:
     data.
     """
     heads: Annotated[float, Number(above=True)] = 0.01
-    """The weight of the heads' loss."""
+    """The weight of the heads' loss beside the target's; as published 0.2, with target=tokens."""
     ramp: bool = True
     """Whether the weight of the heads rises as a quarter of a sine."""
     warm_steps: Annotated[int, Whole()] = 0

@@ -36,25 +36,25 @@ class ExpertSizes:
     for inconsistent sizes.
     """
 
-    num_experts: Annotated[int, Whole(1, 1 << 16)]
+    num_experts: Annotated[int, Whole(1, 1 << 16)] = 16
     """The number of experts per layer."""
-    num_experts_per_tok: Annotated[int, Whole(1, 1 << 16)]
+    num_experts_per_tok: Annotated[int, Whole(1, 1 << 16)] = 4
     """The number of experts that read a token."""
-    moe_intermediate_size: Annotated[int, Whole(1, 1 << 24)]
+    moe_intermediate_size: Annotated[int, Whole(1, 1 << 24)] = 192
     """The width of an expert."""
-    n_shared_experts: Annotated[int, Whole(0, 1 << 8)]
+    n_shared_experts: Annotated[int, Whole(0, 1 << 8)] = 1
     """The number of experts that read every token."""
-    first_k_dense_replace: Annotated[int, Whole(0, 1 << 16)]
+    first_k_dense_replace: Annotated[int, Whole(0, 1 << 16)] = 1
     """The number of dense layers before the first layer with experts."""
-    n_group: Annotated[int, Whole(1, 1 << 16)]
+    n_group: Annotated[int, Whole(1, 1 << 16)] = 1
     """The number of groups of experts."""
-    topk_group: Annotated[int, Whole(1, 1 << 16)]
+    topk_group: Annotated[int, Whole(1, 1 << 16)] = 1
     """The number of groups among which a token's experts are chosen."""
-    scoring_func: Literal["sigmoid", "softmax"]
-    """The function that turns scores into weights."""
-    norm_topk_prob: bool
+    scoring_func: Literal["sigmoid", "softmax"] = "sigmoid"
+    """The function that turns scores into weights: sigmoid, with a balancing bias, or softmax."""
+    norm_topk_prob: bool = True
     """Whether the weights of the chosen experts sum to one."""
-    routed_scaling_factor: Annotated[float, Number(1e-6, 1e6)]
+    routed_scaling_factor: Annotated[float, Number(1e-6, 1e6)] = 1.0
     """A factor by which the weights are multiplied."""
 
     def __post_init__(self) -> None:
@@ -118,23 +118,23 @@ class ModelSizes:
     in place of MLPs.
     """
 
-    hidden_size: Annotated[int, Whole(1, 1 << 20)]
+    hidden_size: Annotated[int, Whole(1, 1 << 20)] = 256
     """D: the width of the residual stream."""
-    intermediate_size: Annotated[int, Whole(1, 1 << 24)]
+    intermediate_size: Annotated[int, Whole(1, 1 << 24)] = 768
     """The width of the MLPs."""
-    num_layers: Annotated[int, Whole(1, 1 << 16)]
+    num_layers: Annotated[int, Whole(1, 1 << 16)] = 8
     """The number of layers."""
-    num_heads: Annotated[int, Whole(1, 1 << 16)]
+    num_heads: Annotated[int, Whole(1, 1 << 16)] = 4
     """The number of query heads per layer."""
-    num_kv_heads: Annotated[int, Whole(1, 1 << 16)]
+    num_kv_heads: Annotated[int, Whole(1, 1 << 16)] = 2
     """The number of key/value heads per layer."""
-    head_dim: Annotated[int, Whole(2, 1 << 16)]
+    head_dim: Annotated[int, Whole(2, 1 << 16)] = 64
     """The width of a head."""
-    max_positions: Annotated[int, Whole(2, 1 << 30)]
+    max_positions: Annotated[int, Whole(2, 1 << 30)] = 2048
     """The maximum length of a text, in tokens."""
-    rope_theta: Annotated[float, Number(1.0, 1e12)]
+    rope_theta: Annotated[float, Number(1.0, 1e12)] = 10000.0
     """The base of the rotary embeddings."""
-    tie_word_embeddings: Annotated[bool, Flag()]
+    tie_word_embeddings: Annotated[bool, Flag()] = True
     """Whether the output layer uses the embeddings."""
     experts: ExpertSizes | None = None
     """A mixture of experts in place of the MLPs."""

@@ -21,46 +21,41 @@ from specjax.fields import (
 from specjax.files.path_checks import user_path
 from specjax.loading.texts.documents import DocumentFiles, Documents, document_files
 from specjax.loading.texts.text_tokens import encode_document
-from specjax.loading.texts.tfds_texts import FieldNames, Texts, open_texts
+from specjax.loading.texts.tfds_texts import FieldNames, SplitLocation, Texts, open_texts
 from specjax.loading.tokenizers.tokenizer import Tokenizer
 from train.data.examples import Example
 from train.data.responses import VALIDATION_EVERY, Numbering
 from train.pretraining.tokenizers import SMALLEST_VOCABULARY, TRAIN
 
 
-@dataclass(frozen=True)
-class TfdsSection:
+@dataclass(frozen=True, kw_only=True)
+class TfdsSection(SplitLocation):
     """The location of texts in a TFDS dataset."""
 
-    data_dir: Annotated[Path | None, optional(OutputFolder())]
-    """The folder of TFDS datasets."""
-    split: Annotated[str, Text()]
-    """The split of the dataset."""
-    text_field: Annotated[str, Text()]
+    text_field: Annotated[str, Text()] = "text"
     """The field with the text."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CorpusConfig:
-    """The config of `train.corpus`; `configs/corpus.py` documents its fields."""
+    """The config of `train.corpus`."""
 
     workdir: Annotated[Path, OutputFolder()]
     """The folder for the datasets; the same command resumes."""
-    files: Annotated[tuple[Path, ...] | None, optional(DocumentFiles())]
-    """A folder or files of texts."""
-    dataset: Annotated[str | None, optional(PathOrName())]
-    """A TFDS dataset, in place of files."""
+    files: Annotated[tuple[Path, ...] | None, optional(DocumentFiles())] = None
+    """Files and folders of texts of your own, such as texts,more.jsonl.gz."""
+    dataset: Annotated[str | None, optional(PathOrName())] = None
+    """A TFDS dataset, in place of files: the directory that holds it, or its name."""
     tfds: TfdsSection
-    """The location of texts in a TFDS dataset."""
-    tokenizer: Annotated[str, PathOrName()]
-    """The name or path of a tokenizer, or train to train one on these texts."""
-    vocab_size: Annotated[int, Whole(SMALLEST_VOCABULARY, 1 << 20)]
+    tokenizer: Annotated[str, PathOrName()] = TRAIN
+    """A model, or a directory with its tokenizer; train means a byte-level BPE of these texts."""
+    vocab_size: Annotated[int, Whole(SMALLEST_VOCABULARY, 1 << 20)] = 8192
     """The vocabulary size of a tokenizer that is trained."""
-    max_tokens: Annotated[int, Whole(4, 1 << 24)]
+    max_tokens: Annotated[int, Whole(4, 1 << 24)] = 512
     """The maximum length of a piece in tokens; a trainer's row_tokens should be at least that."""
-    documents_per_part: Annotated[int, Whole(2)]
-    """The number of documents that are written at a time."""
-    limit: Annotated[int | None, optional(Whole(2))]
+    documents_per_part: Annotated[int, Whole(2)] = 10_000
+    """The number of documents that are written at a time; an interrupted run repeats no more."""
+    limit: Annotated[int | None, optional(Whole(2))] = None
     """The number of documents to use, from the first one; by default all."""
     written: Mapping[str, Any] = field(default_factory=dict)
     """The values of the config file and the command line as they were given, by section."""

@@ -6,14 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from ml_collections import ConfigDict, config_dict
+from ml_collections import ConfigDict
 
-from specjax.apps.command_line.mesh_config import (
-    DistributedConfig,
-    MeshConfig,
-    distributed_fields,
-    mesh_fields,
-)
+from specjax.apps.command_line.mesh_config import DistributedConfig, MeshConfig
 from specjax.drafters import DRAFT_TOKENS
 from specjax.engine.requests import SEED, TEMPERATURE
 from specjax.errors import InputError
@@ -55,78 +50,6 @@ class TargetName:
         return PathOrName().check(name, value)
 
 
-def training_fields() -> ConfigDict:
-    """Return a config with the fields that all methods have, with their defaults.
-
-    A method's config file adds its own sections.
-    """
-    config = ConfigDict()
-    config.target = DEFAULT_MODEL
-    config.dtype = "auto"  # of products: auto | float32 | bfloat16
-    # Directories, with commas; shipped = the small set of the default model's answers.
-    config.data = shipped.NAME
-    # Target features: read from the data set, or computed in the step; auto reads them if present.
-    config.features = "auto"
-    config.workdir = config_dict.placeholder(str)
-    # A trained head to start from: a directory, or a kind, such as eagle3, that comes with specjax.
-    config.start_from = config_dict.placeholder(str)
-    config.seed = 0
-
-    config.steps = 1000  # updates in all
-    config.minutes = config_dict.placeholder(float)  # stop after so long, to be resumed
-    config.batch_size = 8  # rows per update
-    config.accumulate = 1  # micro-batches that an update is computed in
-    config.row_tokens = 1024  # T
-    config.row_labels = 512  # A: labels beyond these are dropped
-    config.remat = False  # compute activations again in the backward pass
-
-    config.optimizer = "adamw"  # adamw | muon
-    config.learning_rate = 1e-3
-    config.schedule = "cosine"  # cosine | linear | constant | wsd
-    config.stable_fraction = 0.8  # of decay_steps, at the peak; wsd
-    config.decay_steps = config_dict.placeholder(int)  # where the schedule ends; steps
-    config.final_fraction = 0.1  # of the rate, at the end
-    config.warmup = 50
-    config.weight_decay = 0.0
-    config.average = 0.0  # decay per step of an average of the parameters; 0 = none
-    config.clip = 1.0  # of the gradient's global norm; 0 = none
-    # Factors by parameter name, such as head:0.5,layers.0:0.1; the longest name counts.
-    config.learning_rate_scales = ""
-    # Of the biases by which sigmoid routers choose experts; 0 = they stay.
-    config.balance_rate = 0.001
-
-    config.log_every = 10
-    config.checkpoint_every = 500
-    config.eval = ConfigDict()
-    config.eval.every = 500  # steps; 0 = at the end only
-    config.eval.at_start = False  # before the first step too
-    config.eval.batches = 16  # of held-out conversations, for the losses
-    config.eval.prompts = 4  # of held-out conversations, decoded; 0 = none
-    config.eval.new_tokens = 64
-    config.eval.num_speculative_tokens = config_dict.placeholder(int)
-    config.eval.temperatures = (0.0, 1.0)  # at the end; in between the first one only
-
-    config.fsdp = False  # split the parameters over data, as the optimizer's state always is
-    config.mesh = mesh_fields()
-    config.distributed = distributed_fields()
-    return config
-
-
-def new_model_fields() -> ConfigDict:
-    """Return a section `model` for a config file: the sizes of a small new model."""
-    model = ConfigDict()
-    model.hidden_size = 256
-    model.intermediate_size = 768
-    model.num_layers = 8
-    model.num_heads = 4
-    model.num_kv_heads = 2
-    model.head_dim = 64
-    model.max_positions = 2048
-    model.rope_theta = 10000.0
-    model.tie_word_embeddings = True
-    return model
-
-
 def default_workdir(name: str, size: str) -> str:
     """Return the default work folder of a run: that of the config file `name`.py and its `size`."""
     return f"build/{name}_{size}" if size else f"build/{name}"
@@ -136,8 +59,8 @@ def set_size(config: ConfigDict, size: str) -> None:
     """Set the common fields for a size of run: "debug", "quick", or "" for no change.
 
     "debug" exercises everything in six steps, and learns nothing. "quick" evaluates before the
-    first and after the last step; its number of steps depends on the method. Raises ValueError for
-    another size.
+    first and after the last step, on the shipped conversations; its number of steps depends on the
+    method. Raises ValueError for another size.
     """
     if size == "debug":
         config.steps = 6
@@ -152,6 +75,8 @@ def set_size(config: ConfigDict, size: str) -> None:
         config.eval.new_tokens = 8
         config.eval.temperatures = (0.0,)
     elif size == "quick":
+        config.row_labels = 384  # answers are most of these conversations
+        config.warmup = 20
         config.checkpoint_every = 50
         config.eval.every = 0
         config.eval.at_start = True
@@ -166,13 +91,13 @@ def set_size(config: ConfigDict, size: str) -> None:
 class BatchConfig:
     """The number of rows and of micro-batches per update, and of tokens and labels per row."""
 
-    batch_size: Annotated[int, Whole(1, 1 << 20)]
+    batch_size: Annotated[int, Whole(1, 1 << 20)] = 8
     """The number of rows per update."""
-    accumulate: Annotated[int, Whole(1, 1 << 20)]
-    """The number of micro-batches per update."""
-    row_tokens: Annotated[int, Whole(4, 1 << 24)]
+    accumulate: Annotated[int, Whole(1, 1 << 20)] = 1
+    """The number of micro-batches that an update is computed in."""
+    row_tokens: Annotated[int, Whole(4, 1 << 24)] = 1024
     """T, the number of tokens per row."""
-    row_labels: Annotated[int, Whole(1, 1 << 24)]
+    row_labels: Annotated[int, Whole(1, 1 << 24)] = 512
     """A, the maximum number of labels per row; further labels are dropped."""
 
 
@@ -180,13 +105,13 @@ class BatchConfig:
 class LoopConfig:
     """The number of updates, a limit in minutes, and intervals of logging and saving."""
 
-    steps: Annotated[int, Whole(1)]
+    steps: Annotated[int, Whole(1)] = 1000
     """The total number of updates."""
-    minutes: Annotated[float | None, optional(Number(0.0, 1e9, above=True))]
+    minutes: Annotated[float | None, optional(Number(0.0, 1e9, above=True))] = None
     """The number of minutes after which to stop; the same command resumes."""
-    log_every: Annotated[int, Whole(1)]
+    log_every: Annotated[int, Whole(1)] = 10
     """The number of steps between lines of the log."""
-    checkpoint_every: Annotated[int, Whole(1)]
+    checkpoint_every: Annotated[int, Whole(1)] = 500
     """The number of steps between checkpoints."""
 
 
@@ -194,24 +119,28 @@ class LoopConfig:
 class EvalConfig:
     """The frequency of evaluations and the amount of data that they use."""
 
-    every: Annotated[int, Whole()]
+    every: Annotated[int, Whole()] = 500
     """The number of steps between evaluations; 0 evaluates at the end only."""
-    at_start: bool
+    at_start: bool = False
     """Whether to evaluate before the first step too."""
-    batches: Annotated[int, Whole()]
+    batches: Annotated[int, Whole()] = 16
     """The number of batches of held-out conversations on which losses are computed."""
-    prompts: Annotated[int, Whole()]
+    prompts: Annotated[int, Whole()] = 4
     """The number of held-out prompts that are decoded; 0 decodes none."""
-    new_tokens: Annotated[int, Whole(1)]
+    new_tokens: Annotated[int, Whole(1)] = 64
     """The number of new tokens per decoded prompt."""
-    num_speculative_tokens: Annotated[int | None, optional(Whole(1, DRAFT_TOKENS.most))]
-    """The number of draft tokens per round when decoding."""
-    temperatures: Annotated[tuple[float, ...], Items(TEMPERATURE)]
+    num_speculative_tokens: Annotated[int | None, optional(Whole(1, DRAFT_TOKENS.most))] = None
+    """The number of draft tokens per round when decoding; by default the drafter's own."""
+    temperatures: Annotated[tuple[float, ...], Items(TEMPERATURE)] = (0.0, 1.0)
     """The temperatures used for decoding at the end; earlier evaluations use the first one only."""
 
 
-DraftVocabSize = Annotated[int | None, optional(Whole(1))]
-"""The number of the target's tokens that a head can draft; None for all."""
+@dataclass(frozen=True, kw_only=True)
+class DraftVocabulary:
+    """The part of the target's vocabulary that a head drafts; a base of methods' sections."""
+
+    draft_vocab_size: Annotated[int | None, optional(Whole(1))] = None
+    """The number of tokens that are drafted, the most common ones of the data; all by default."""
 
 
 def _check_accumulate(batch_size: int, accumulate: int) -> None:
@@ -233,7 +162,7 @@ def _check_devices(batch_size: int, accumulate: int, data_devices: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """A checked config of a training command.
+    """The checked config of a training command; a config file sets what differs from the defaults.
 
     A method's config inherits from it and adds its sections, consistency checks of their fields in
     `CHECKS`, and in `DEFAULT` the name of the default config file. A run has either a target, or
@@ -247,34 +176,36 @@ class TrainingConfig:
         CrossCheck(("batch_size", "accumulate", "mesh.data"), _check_devices),
     )
 
-    target: Annotated[str | None, TargetName()]
+    target: Annotated[str | None, TargetName()] = DEFAULT_MODEL
     """The model for which the drafter is trained: a name or a directory."""
-    model: ModelSizes | None
+    model: ModelSizes | None = None
     """The sizes of a new model, in place of `target`."""
-    dtype: Annotated[str, MULTIPLY]
+    dtype: Annotated[str, MULTIPLY] = "auto"
     """The dtype of products."""
-    data: Annotated[str, DataFolders()]
+    data: Annotated[str, DataFolders()] = shipped.NAME
     """Directories of training data, separated by commas; shipped is the small bundled set of the
     default model's answers.
     """
-    features: Literal["auto", "stored", "online"]
+    features: Literal["auto", "stored", "online"] = "auto"
     """Target features: stored in the data, computed online in each step, or auto, which means
     stored if there are any.
     """
     workdir: Annotated[str, RunFolder()]
     """The folder for checkpoints, logs and the exported head."""
-    start_from: Annotated[str | None, optional(HeadFolder())]
+    start_from: Annotated[str | None, optional(HeadFolder())] = None
     """The trained head to start from: a directory, or the kind of a bundled head, such as eagle3.
     """
-    seed: Annotated[int, SEED]
+    seed: Annotated[int, SEED] = 0
     """The seed of initialization, data order and noise."""
     batches: Annotated[BatchConfig, Inline()]
-    optimization: Annotated[Optimization, Inline()]
+    optimization: Annotated[
+        Optimization, Inline({"warmup": 50, "decay_steps": None, "learning_rate_scales": ""})
+    ]
     loop: Annotated[LoopConfig, Inline()]
     eval: EvalConfig
-    remat: bool
+    remat: bool = False
     """Whether the backward pass computes activations again, to save memory."""
-    fsdp: bool
+    fsdp: bool = False
     """Whether parameters are sharded over `mesh.data`, as the optimizer's state always is."""
     mesh: MeshConfig
     distributed: DistributedConfig

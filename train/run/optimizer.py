@@ -61,7 +61,7 @@ class Optimization:
     `balance_rate` is the rate of the experts' selection biases, which have no gradient.
     """
 
-    learning_rate: Annotated[float, Number(above=True)]
+    learning_rate: Annotated[float, Number(above=True)] = 1e-3
     """The peak learning rate."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """The schedule by which the rate falls after the warm-up; wsd is constant, then linear."""

@@ -30,6 +30,7 @@ from specjax.fields import (
     Items,
     Kind,
     Number,
+    OptionalSection,
     Shared,
     Unchecked,
     Whole,
@@ -149,23 +150,32 @@ def _joined(argv: list[str]) -> Iterator[str]:
 def config_of(source: type) -> ml_collections.ConfigDict:
     """Return the config declared by a dataclass of annotated fields, with its default values.
 
-    A field whose default is a dataclass or a dict becomes a section. A dict's annotation has the
-    kinds of the section's fields.
+    A field that is a dataclass or a dict becomes a section. A dict's annotation has the kinds of
+    the section's fields. A section that may be absent, `D | None`, is left out if it is None by
+    default, and a field without a default is unset.
     """
     return _config(fields_of(source), _defaults(source))
 
 
 def _defaults(source: type) -> dict[str, Any]:
-    """Return the defaults of a dataclass's fields, those of inline dataclasses among them."""
+    """Return the defaults of a dataclass's fields, those of inline dataclasses among them.
+
+    A section without a default has the defaults of its own fields; other fields without one are
+    left out.
+    """
     defaults: dict[str, Any] = {}
     hints = type_hints(source)
     for field in dataclasses.fields(source):
+        section = dataclass_in(hints[field.name])
         if (inline := inline_in(hints[field.name])) is not None:
-            inside = {**_defaults(dataclass_in(hints[field.name])), **inline.defaults}
+            inside = {**_defaults(section), **inline.defaults}
             defaults |= {key: inside[key] for key in inside.keys() - {*inline.without}}
-            continue
-        factory = field.default_factory is not dataclasses.MISSING
-        defaults[field.name] = field.default_factory() if factory else field.default
+        elif field.default_factory is not dataclasses.MISSING:
+            defaults[field.name] = field.default_factory()
+        elif field.default is not dataclasses.MISSING:
+            defaults[field.name] = field.default
+        elif section is not None:
+            defaults[field.name] = _defaults(section)
     return defaults
 
 
@@ -174,6 +184,10 @@ def _config(kinds: Fields, values: Mapping[str, Any]) -> ml_collections.ConfigDi
     config = ml_collections.ConfigDict()
     for name, kind in kinds.items():
         value = values.get(name)
+        if isinstance(kind, OptionalSection):
+            if value is None:
+                continue
+            kind = kind.fields
         if isinstance(kind, DependentFields):
             kind = kind.of(value.get(kind.on))
         if isinstance(kind, Mapping):

@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
-import ml_collections
 from jax.sharding import Mesh
 
-from specjax.apps.command_line.config_file import config_of
 from specjax.distributed import processes, sharding
 from specjax.fields import Number, Text, Whole, dotted, optional
 
@@ -62,16 +60,6 @@ class DeviceFields(MeshFields):
     """Several processes: coordinator_address, num_processes, process_id; or cluster=true, which
     asks the scheduler (Slurm, Kubernetes, TPU pods).
     """
-
-
-def mesh_fields() -> ml_collections.ConfigDict:
-    """Return the section `mesh` for a config file, with the defaults of `MeshConfig`."""
-    return config_of(MeshConfig)
-
-
-def distributed_fields() -> ml_collections.ConfigDict:
-    """Return the section `distributed` for a config file: the defaults of `DistributedConfig`."""
-    return config_of(DistributedConfig)
 
 
 def open_mesh(

@@ -8,9 +8,10 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from specjax.errors import InputError, one_line
+from specjax.fields import OutputFolder, Text, optional
 from specjax.files.open_files import regular_files
 
 
@@ -22,6 +23,16 @@ def import_tfds() -> Any:
     except ImportError as error:
         raise InputError(f"{error.name} is not installed; pip install 'specjax[train]'") from None
     return tfds
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitLocation:
+    """The location of a dataset's split; a base of configs' sections, which add a field's name."""
+
+    data_dir: Annotated[Path | None, optional(OutputFolder())] = None
+    """The folder of TFDS datasets."""
+    split: Annotated[str, Text()] = "train"
+    """The split of the dataset."""
 
 
 @dataclass(frozen=True)

@@ -52,39 +52,51 @@ _SIZES_OF_EXTRAS = {"conv_group_size": "conv_kernel_size", "selector_top_k": "se
 """Fields of `BlockConfig` with the one that must be above 0 for them to have an effect."""
 
 
-@dataclass(frozen=True)
-class BlockConfig(HeadConfig):
-    """The shape of a block drafter.
+@dataclass(frozen=True, kw_only=True)
+class BlockShape:
+    """The parts of a block drafter, apart from its layers and vocabulary."""
+
+    block_size: Annotated[int, Whole(1, 1024)]
+    """The number of slots of a block, the anchor included."""
+    causal: bool = False
+    """Whether a slot attends only to itself and earlier slots of its block (JetSpec)."""
+    sample_from_anchor: bool = False
+    """Whether each slot predicts the next token, rather than a mask its own."""
+    markov_rank: Annotated[int, Whole(0, 1 << 16)] = 0
+    """The rank of the bias of logits by the token before (DSpark); 0 for none."""
+    confidence: bool = False
+    """Whether a head estimates the probability that a token is accepted (DSpark)."""
+    conv_kernel_size: Annotated[int, Whole(0, 64)] = 0
+    """The number of taps of convolutions around attention and MLP (DFlash2); 0 for none."""
+    conv_group_size: Annotated[int, Whole(1)] = 16
+    """The number of channels that share the part of a convolution's kernel that depends on its
+    input.
+    """
+    selector_rank: Annotated[int, Whole(0, 1 << 16)] = 0
+    """The rank of the scores by which a slot's token is selected, given the one before (DFlash2); 0
+    for none.
+    """
+    selector_top_k: Annotated[int, Whole(1, 1024)] = 16
+    """The number of tokens per slot among which the selector chooses."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockConfig(BlockShape, HeadConfig):
+    """The config of a block drafter.
 
     `decoder` describes its layers, with the target's width and vocabulary (V): Llama's, with or
     without norms of queries and keys. `taps` are the names of the target's features that are
     joined, each of width `target_hidden_size` (Dt); `draft_vocab_size` (Vd) is the number of
-    logits. A block has `block_size` slots: the anchor and mask tokens, whose embedding is that of
-    the target's token `mask_token_id`, or the head's own if that is not below V. A mask token
-    predicts the token at its own position; with `sample_from_anchor` each slot, the anchor
-    included, predicts the next one. Slots attend to later ones unless `causal`. `markov_rank` is 0
-    without the bias by the previous token, and `confidence` says whether there is an estimate of
-    the probability of acceptance. Convolutions have `conv_kernel_size` taps, 0 for none, and part
-    of their kernel in common for `conv_group_size` channels. With a `selector_rank` above 0 only
-    the `selector_top_k` likeliest tokens of each slot can be drafted. `conv_group_size` and
-    `selector_top_k` are their defaults where they have no effect. Raises InputError for
-    inconsistent values.
+    logits. The embedding of mask tokens is that of the target's token `mask_token_id`, or the
+    head's own if that is not below V. `conv_group_size` and `selector_top_k` are their defaults
+    where they have no effect. Raises InputError for inconsistent values.
     """
 
     decoder: DecoderConfig
     target_hidden_size: Annotated[int, Whole(1)]
     draft_vocab_size: Annotated[int, Whole(1)]
     taps: tuple[str, ...]
-    block_size: Annotated[int, Whole(1, 1024)]
     mask_token_id: Annotated[int, Whole(0)]
-    causal: bool = False
-    sample_from_anchor: bool = False
-    markov_rank: Annotated[int, Whole(0, 1 << 16)] = 0
-    confidence: bool = False
-    conv_kernel_size: Annotated[int, Whole(0, 64)] = 0
-    conv_group_size: Annotated[int, Whole(1)] = 16
-    selector_rank: Annotated[int, Whole(0, 1 << 16)] = 0
-    selector_top_k: Annotated[int, Whole(1, 1024)] = 16
 
     def __post_init__(self) -> None:
         check_instance(self, "")

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from specjax.core.draft_vocabulary import check_draft_vocab_size
 from specjax.errors import InputError
+from specjax.fields import Whole
 from specjax.models.config import DecoderConfig
 from specjax.models.head_config import HeadConfig
 from specjax.models.layers.decoder_layer import embed
@@ -29,31 +30,44 @@ VERSIONS = {"eagle": 1, "eagle3": 3}
 """The version of each kind of head; a kind is also the drafter's name."""
 
 
-@dataclass(frozen=True)
-class EagleConfig(HeadConfig):
-    """The shape and published flags of an EAGLE head.
+@dataclass(frozen=True, kw_only=True)
+class EagleShape:
+    """The version and the published flags of an EAGLE head; all but `fc_bias` are of version 3."""
+
+    version: Annotated[int, Whole(1, 3, remedy="use 1 or 3")]
+    """1 for EAGLE, 3 for EAGLE-3."""
+    fc_bias: bool = False
+    """Whether the layer that joins features has a bias."""
+    own_embedding: bool = False
+    """Whether the head has an embedding of its own; otherwise it uses the target's."""
+    own_head: bool = True
+    """Whether the head has an output layer of its own; otherwise, and always in EAGLE, it uses the
+    target's.
+    """
+    norm_before_residual: bool = False
+    """Whether the residual is the normed feature."""
+    norm_before_fc: bool = False
+    """Whether features are normed together before they are joined."""
+    fc_norm: bool = False
+    """Whether features are normed one by one before they are joined."""
+    norm_output: bool = False
+    """Whether the next draft step reads the output after the norm."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleConfig(EagleShape, HeadConfig):
+    """The config of an EAGLE head.
 
     `decoder` describes the head's layer, with the target's vocabulary (V). `taps` are the names of
     the target's features that the head reads, each of width `target_hidden_size` (Dt);
-    `draft_vocab_size` (Vd) is the number of logits. Flags of version 3: `norm_before_residual` (the
-    residual is the normed feature), `norm_before_fc` (one norm over all taps), `fc_norm` (a norm
-    per tap), `norm_output` (the normed output is fed back), `own_embedding`, and `own_head`; heads
-    without these, as all of version 1, use the target's. Raises InputError for inconsistent sizes
-    or flags.
+    `draft_vocab_size` (Vd) is the number of logits. Raises InputError for inconsistent sizes or
+    flags.
     """
 
     decoder: DecoderConfig
-    version: int
     target_hidden_size: int
     draft_vocab_size: int
     taps: tuple[str, ...]
-    fc_bias: bool = False
-    own_embedding: bool = False
-    own_head: bool = True
-    norm_before_residual: bool = False
-    norm_before_fc: bool = False
-    fc_norm: bool = False
-    norm_output: bool = False
 
     def __post_init__(self) -> None:
         if self.version not in (1, 3):

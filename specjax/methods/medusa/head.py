@@ -9,7 +9,7 @@ trained output head can, or a projection before the target's frozen head.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import flax.linen as nn
 import jax
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from specjax.errors import InputError
+from specjax.fields import Whole
 from specjax.models.head_config import HeadConfig
 from specjax.models.layers.matmul import product
 from specjax.models.parameters import Parameter, ParameterTable
@@ -25,23 +26,31 @@ KIND = "medusa"
 """The kind of head, and the drafter's name."""
 
 
-@dataclass(frozen=True)
-class MedusaConfig(HeadConfig):
-    """The shape of Medusa heads: K = `num_heads` heads of `num_layers` residual blocks each.
+@dataclass(frozen=True, kw_only=True)
+class MedusaShape:
+    """The shape of Medusa heads, apart from the target's sizes."""
 
-    They read features of width `hidden_size`. `draft_vocab_size` (Vd) is the number of logits, out
-    of a vocabulary of `vocab_size` (V). With `original_lm_head` the heads use the target's output
-    head, and with `projection` a matrix before it. Raises InputError for inconsistent sizes, and
-    for a projection before trained output heads.
+    num_heads: Annotated[int, Whole(1, 64)]
+    """K, the number of heads, one for each position after the next token."""
+    num_layers: Annotated[int, Whole(1, 64)]
+    """The number of residual blocks per head."""
+    original_lm_head: bool
+    """Whether the heads share the target's output layer; otherwise each has one of its own."""
+    projection: bool = False
+    """Whether each head has a matrix of its own before the target's output layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MedusaConfig(MedusaShape, HeadConfig):
+    """The config of Medusa heads, which read features of width `hidden_size`.
+
+    `draft_vocab_size` (Vd) is the number of logits, out of a vocabulary of `vocab_size` (V). Raises
+    InputError for inconsistent sizes, and for a projection before trained output heads.
     """
 
     hidden_size: int
     vocab_size: int
-    num_heads: int
-    num_layers: int
     draft_vocab_size: int
-    original_lm_head: bool
-    projection: bool = False
 
     def __post_init__(self) -> None:
         for field in ("hidden_size", "vocab_size", "num_heads", "num_layers", "draft_vocab_size"):
