@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from specjax.apps.command_line.console import Screen
-from specjax.apps.command_line.mesh_config import DistributedConfig, MeshConfig
+from specjax.apps.command_line.mesh_config import DeviceFields
 from specjax.drafters import DRAFT_TOKENS, check_options, make_drafter
 from specjax.engine import requests as engine_requests
 from specjax.engine.engine import Engine
@@ -129,7 +129,7 @@ class DrafterSection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnswersConfig:
+class AnswersConfig(DeviceFields):
     """The config of `train.generate`."""
 
     target: Annotated[str, PathOrName()] = DEFAULT_MODEL
@@ -170,8 +170,6 @@ class AnswersConfig:
     """The rule by which draft tokens are accepted."""
     minutes: Annotated[float | None, optional(Number(0.0, 1e9, above=True))] = None
     """The number of minutes after which to stop; the same command resumes."""
-    mesh: MeshConfig
-    distributed: DistributedConfig
     written: Mapping[str, Any] = field(default_factory=dict)
     """The values of the config file and the command line as they were given, by section."""
 

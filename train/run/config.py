@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from ml_collections import ConfigDict
 
-from specjax.apps.command_line.mesh_config import DistributedConfig, MeshConfig
+from specjax.apps.command_line.mesh_config import DeviceFields
 from specjax.drafters import DRAFT_TOKENS
 from specjax.engine.requests import SEED, TEMPERATURE
 from specjax.errors import InputError
@@ -161,7 +161,7 @@ def _check_devices(batch_size: int, accumulate: int, data_devices: int) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingConfig:
+class TrainingConfig(DeviceFields):
     """The checked config of a training command; a config file sets what differs from the defaults.
 
     A method's config inherits from it and adds its sections, consistency checks of their fields in
@@ -207,8 +207,6 @@ class TrainingConfig:
     """Whether the backward pass computes activations again, to save memory."""
     fsdp: bool = False
     """Whether parameters are sharded over `mesh.data`, as the optimizer's state always is."""
-    mesh: MeshConfig
-    distributed: DistributedConfig
     written: Mapping[str, Any] = field(default_factory=dict)
     """The values of the config file and the command line as they were given, by section."""
 

@@ -8,9 +8,9 @@ the same prompts (a file may hold several drafters). Writes report.md, report.ht
 its pictures, in one file), report.csv, one JSONL file per run and pictures to DIR, fastest run
 first. `--predict` loads the target and times the parts of each run's rounds to predict the
 speed-up. An earlier report in DIR is replaced, unless it changed or DIR holds anything else.
-Interrupted runs are marked; beside them only prompts
-that all runs answered are compared. `--html` loads the target, computes the rounds of the first
-answers again, and writes them into one page that shows them step by step (docs/serving.md#the-playground).
+Interrupted runs are marked; beside them only prompts that all runs answered are compared. `--html`
+loads the target, computes the rounds of the first answers again, and writes them into one page that
+shows them step by step (docs/serving.md).
 
 Exit codes: 0; 2 for bad input; 130 after Ctrl-C or SIGTERM.
 """

@@ -1,1 +1,1 @@
-"""Checkpoints on disk: their folders, their arrays by Orbax or in safetensors, and the series of a training run."""
+"""Checkpoints on disk: folders, arrays by Orbax or in safetensors, series of training runs."""
