@@ -254,7 +254,7 @@ def test_damage_is_an_error_of_one_line(sealed, saved, model, tmp_path, capfd, c
     for copy, name, _ in damages(saved, tmp_path, "model", sealed):
         said = load_damaged(copy, load, model.params, capfd, caplog)
         if said is not None:
-            assert said.startswith(f"{copy}: ")
+            assert said.startswith(f"{copy}: ") or not sealed
             noticed.add(re.sub("[0-9a-f]{32}", "*", name))
     assert {
         "specjax_checkpoint.json",
