@@ -19,12 +19,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Annotated, Any
 
 from specjax.apps.command_line import command
-from specjax.apps.command_line.flags import Listed, Parser
+from specjax.apps.command_line.flags import Listed, run_flags
 from specjax.apps.tuning.measure_ranks import measure_ranks
 from specjax.drafters import DRAFT_TOKENS, make_drafter
 from specjax.engine.requests import Prompt
@@ -48,31 +48,44 @@ PROMPTS = Path(__file__).parents[1] / "train" / "datasets" / "calibration_prompt
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with `argv`, by default the process's arguments; return its exit code."""
-    act = lambda arguments: run(SimpleNamespace(**parser().read(arguments)))  # noqa: E731
-    return command.run(act, argv)
+    return run_flags(
+        run, Flags, argv, program="python scripts/calibrate_trees.py", documentation=__doc__
+    )
 
 
-def parser() -> Parser:
-    """Return the parser of the command's flags."""
-    flags = Parser("python scripts/calibrate_trees.py", __doc__)
-    add = flags.add_field
-    add("drafters", Listed(Text()), "drafters with distributions, by name")
-    add("out", OutputFolder(), "folder of the files")
-    add("path", optional(PathOrName()), "a head of your own, of a single drafter", default=None)
-    add("target", PathOrName(), "the model", default=DEFAULT_MODEL)
-    add("prompts", InputFile(), "JSONL in Spec-Bench's schema", default=PROMPTS)
-    add("limit", Whole(1), "prompts", default=100)
-    add("depth", DRAFT_TOKENS, "levels, of drafters without a number of their own", default=6)
-    add("candidates", Whole(1), "ranks", default=10)
-    add("max_new_tokens", Whole(1), "of each answer", default=96)
-    add("batch_size", Whole(1), "rows", default=8)
-    add("num_nodes", Whole(1), "of the tree that is shown", default=32)
-    add("pictures", optional(OutputFolder()), "folder of SVG files", default=None)
-    add("measure", Flag(), "else draw what was measured before", default=True)
-    return flags
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """The flags of this script."""
+
+    drafters: Annotated[tuple[str, ...] | str, Listed(Text())]
+    """Drafters with distributions, by name."""
+    out: Annotated[Path, OutputFolder()]
+    """The folder of the files."""
+    path: Annotated[str | None, optional(PathOrName())] = None
+    """A head of your own, of a single drafter."""
+    target: Annotated[str, PathOrName()] = DEFAULT_MODEL
+    """The model."""
+    prompts: Annotated[Path, InputFile()] = PROMPTS
+    """A JSONL file in Spec-Bench's format."""
+    limit: Annotated[int, Whole(1)] = 100
+    """The number of prompts."""
+    depth: Annotated[int, DRAFT_TOKENS] = 6
+    """The levels of a tree, for drafters without a number of their own."""
+    candidates: Annotated[int, Whole(1)] = 10
+    """The number of ranks."""
+    max_new_tokens: Annotated[int, Whole(1)] = 96
+    """The maximum number of tokens of an answer."""
+    batch_size: Annotated[int, Whole(1)] = 8
+    """Rows that decode together."""
+    num_nodes: Annotated[int, Whole(1)] = 32
+    """The nodes of the tree that is shown."""
+    pictures: Annotated[Path | None, optional(OutputFolder())] = None
+    """A folder for SVG files."""
+    measure: Annotated[bool, Flag()] = True
+    """Measure; else draw what was measured before."""
 
 
-def run(flags: SimpleNamespace) -> int:
+def run(flags: Flags) -> int:
     """Measure each drafter, and show its tree; return the exit code."""
     if flags.measure:
         _check_replaceable(flags)
@@ -105,7 +118,7 @@ def _picture(tree: RankedTree, acceptance: Acceptance, title: str) -> str:
     return svg(tree, labels, colours=colours, title=title)
 
 
-def _check_replaceable(flags: SimpleNamespace) -> None:
+def _check_replaceable(flags: Flags) -> None:
     """Raise InputError if a file to be written exists and has no rates."""
     for name in flags.drafters:
         file = ranks_file(flags.out, name)
@@ -119,7 +132,7 @@ def _check_replaceable(flags: SimpleNamespace) -> None:
             ) from None
 
 
-def _measure(flags: SimpleNamespace) -> None:
+def _measure(flags: Flags) -> None:
     """Measure the rates of each drafter. Raises InputError for one path and several drafters."""
     if flags.path is not None and len(flags.drafters) > 1:
         raise InputError(
@@ -151,7 +164,7 @@ def _measure(flags: SimpleNamespace) -> None:
         print(file)
 
 
-def _settings(flags: SimpleNamespace) -> dict[str, Any]:
+def _settings(flags: Flags) -> dict[str, Any]:
     return {
         "prompts": f"{min(flags.limit, len(_prompts(flags)))} of {Path(flags.prompts).name}",
         "max_new_tokens": flags.max_new_tokens,
@@ -159,7 +172,7 @@ def _settings(flags: SimpleNamespace) -> dict[str, Any]:
     }
 
 
-def _prompts(flags: SimpleNamespace) -> list[Prompt]:
+def _prompts(flags: Flags) -> list[Prompt]:
     questions = list(read_questions(flags.prompts))[: flags.limit]
     return [question.first_turn for question in questions]
 

@@ -13,8 +13,9 @@ prompts. Exit codes: 0; 2 for bad input; 130 after Ctrl-C or SIGTERM.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
-from typing import NamedTuple
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ from jaxtyping import Float
 
 from calibrate_trees import PROMPTS
 from specjax.apps.command_line import command
-from specjax.apps.command_line.flags import Listed, Parser
+from specjax.apps.command_line.flags import Listed, run_flags
 from specjax.apps.playground.replay_round import verify_and_keep
 from specjax.core.verify import as_drafted
 from specjax.drafters import TreeOptions, make_drafter
@@ -45,26 +46,34 @@ _RESAMPLED = 2_000
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with `argv`, by default the process's arguments; return its exit code."""
-    act = lambda arguments: run(SimpleNamespace(**parser().read(arguments)))  # noqa: E731
-    return command.run(act, argv)
+    return run_flags(
+        run, Flags, argv, program="python scripts/compare_rules.py", documentation=__doc__
+    )
 
 
-def parser() -> Parser:
-    """Return the parser of the command's flags."""
-    flags = Parser("python scripts/compare_rules.py", __doc__)
-    add = flags.add_field
-    add("drafters", Listed(Text()), "drafters that draw trees, by name")
-    add("target", PathOrName(), "the model", default=DEFAULT_MODEL)
-    add("prompts", InputFile(), "JSONL in Spec-Bench's schema", default=PROMPTS)
-    add("per_task", Whole(1), "prompts of each task", default=2)
-    add("longest_prompt", Whole(1), "tokens after which prompts are cut off", default=512)
-    add("max_new_tokens", Whole(1), "of each answer", default=96)
-    add("temperature", Number(1e-3, 1e3), "of target and drafter", default=1.0)
-    add("batch_size", Whole(1), "rows", default=4)
-    return flags
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """The flags of this script."""
+
+    drafters: Annotated[tuple[str, ...] | str, Listed(Text())]
+    """Drafters that draw trees, by name."""
+    target: Annotated[str, PathOrName()] = DEFAULT_MODEL
+    """The model."""
+    prompts: Annotated[Path, InputFile()] = PROMPTS
+    """A JSONL file in Spec-Bench's format."""
+    per_task: Annotated[int, Whole(1)] = 2
+    """The number of prompts of each task."""
+    longest_prompt: Annotated[int, Whole(1)] = 512
+    """The number of tokens after which prompts are cut off."""
+    max_new_tokens: Annotated[int, Whole(1)] = 96
+    """The maximum number of tokens of an answer."""
+    temperature: Annotated[float, Number(1e-3, 1e3)] = 1.0
+    """The temperature of target and drafter."""
+    batch_size: Annotated[int, Whole(1)] = 4
+    """Rows that decode together."""
 
 
-def run(flags: SimpleNamespace) -> int:
+def run(flags: Flags) -> int:
     """Compare the rules for each drafter, print a line each; return the exit code."""
     model = load_model(flags.target)
     questions = select(read_questions(flags.prompts), per_task=flags.per_task)

@@ -29,8 +29,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import numpy as np
@@ -39,8 +38,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lib.trainers import METHODS
-from specjax.apps.command_line import command
-from specjax.apps.command_line.flags import Listed, Parser
+from specjax.apps.command_line.flags import Listed, run_flags
 from specjax.fields import Choice, Whole, dotted
 from specjax.files.folder_checksums import LOCK
 from specjax.loading.checkpoints import load_drafter
@@ -84,21 +82,24 @@ class Result:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with `argv`, by default the process's arguments; return its exit code."""
-    act = lambda arguments: _run(SimpleNamespace(**parser().read(arguments)))  # noqa: E731
-    return command.run(act, argv)
+    return run_flags(
+        _run, Flags, argv, program="python scripts/kill_and_resume.py", documentation=__doc__
+    )
 
 
-def parser() -> Parser:
-    """Return the parser of the command's flags."""
-    flags = Parser("python scripts/kill_and_resume.py", __doc__)
-    flags.add_field("kills", Whole(), "how often each command is killed", default=20)
-    kind = Listed(Choice(WHAT))
-    flags.add_field("what", kind, "which commands", default=",".join(_USUAL))
-    flags.add_field("seed", Whole(), "the moments come from it", default=0)
-    return flags
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """The flags of this script."""
+
+    kills: Annotated[int, Whole()] = 20
+    """How often each command is killed."""
+    what: Annotated[tuple[str, ...] | str, Listed(Choice(WHAT))] = ",".join(_USUAL)
+    """The commands to kill."""
+    seed: Annotated[int, Whole()] = 0
+    """The seed of the moments."""
 
 
-def _run(options: SimpleNamespace) -> int:
+def _run(options: Flags) -> int:
     with tempfile.TemporaryDirectory(prefix="kill_and_resume-") as temporary:
         root = Path(temporary)
         answers, log = root / "answers", root / "answers.log"
@@ -137,7 +138,7 @@ def command_of(what: str, data: Path, folder: Path) -> list[str]:
 
 
 def kill_and_compare(
-    what: str, command: Callable[[Path], list[str]], root: Path, options: SimpleNamespace
+    what: str, command: Callable[[Path], list[str]], root: Path, options: Flags
 ) -> Result:
     """Kill a command the requested number of times, and compare its results after each run."""
     root.mkdir(parents=True)

@@ -16,14 +16,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Annotated
 
 from lib.child_processes import INTERRUPTED, run_child
 from lib.recipe import export_head, stages, write_head
 from lib.trainers import TRAINERS
 from specjax.apps.command_line import command
-from specjax.apps.command_line.flags import Listed, Parser
+from specjax.apps.command_line.flags import Listed, run_flags
 from specjax.distributed import folder_lock
 from specjax.errors import InputError
 from specjax.fields import Choice, Flag, OutputFolder, PathOrName, optional
@@ -32,35 +33,45 @@ from specjax.methods import find_head
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with `argv`, by default the process's arguments; return its exit code."""
-    act = lambda arguments: reproduce(_options(arguments))  # noqa: E731
-    return command.run(act, argv, interrupted=INTERRUPTED)
+    return run_flags(
+        reproduce,
+        Flags,
+        argv,
+        program="python scripts/reproduce_heads.py",
+        documentation=__doc__,
+        interrupted=INTERRUPTED,
+    )
 
 
-def parser() -> Parser:
-    """Return the parser of the command's flags."""
-    flags = Parser("python scripts/reproduce_heads.py", __doc__)
-    add = flags.add_field
-    default_kinds = "eagle3,draft_model,medusa,dspark"
-    add("workdir", OutputFolder(), "where all stages keep their files", default="runs/heads")
-    answers = "datasets of answers that exist already"
-    add("responses", Listed(PathOrName(), empty=True), answers, default="")
-    add("generate", Flag(), "let the target answer prompts", default=True)
-    add("questions", Flag(), "let it answer questions that it asks itself, too", default=True)
-    add("store_features", Flag(), "else each step computes them", default=True)
-    add("kinds", Listed(Choice(tuple(TRAINERS))), "drafters to train", default=default_kinds)
-    add("size", optional(Choice(("debug",))), "debug, or else the real thing", default=None)
-    add("install", Flag(), "put the heads where specjax looks for them", default=False)
-    return flags
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """The flags of this script."""
+
+    workdir: Annotated[Path, OutputFolder()] = "runs/heads"
+    """Where all stages keep their files."""
+    responses: Annotated[tuple[str, ...] | str, Listed(PathOrName(), empty=True)] = ""
+    """Datasets of answers that exist already."""
+    generate: Annotated[bool, Flag()] = True
+    """Let the target answer prompts."""
+    questions: Annotated[bool, Flag()] = True
+    """Let it answer questions that it asks itself, too."""
+    store_features: Annotated[bool, Flag()] = True
+    """Store features; else each step computes them."""
+    kinds: Annotated[tuple[str, ...] | str, Listed(Choice(tuple(TRAINERS)))] = (
+        "eagle3,draft_model,medusa,dspark"
+    )
+    """Drafters to train."""
+    size: Annotated[str | None, optional(Choice(("debug",)))] = None
+    """The size of the run: debug, or by default the real thing."""
+    install: Annotated[bool, Flag()] = False
+    """Put the heads where specjax looks for them."""
+
+    def __post_init__(self) -> None:
+        if not self.generate and not self.responses:
+            raise InputError("responses is missing: --nogenerate needs --responses=DIRECTORY")
 
 
-def _options(argv: Sequence[str]) -> SimpleNamespace:
-    values = SimpleNamespace(**parser().read(argv))
-    if not values.generate and not values.responses:
-        raise InputError("responses is missing: --nogenerate needs --responses=DIRECTORY")
-    return values
-
-
-def reproduce(options: SimpleNamespace) -> int:
+def reproduce(options: Flags) -> int:
     """Run all stages, then export; return the exit code.
 
     Raises InputError if another run uses the folder.
@@ -70,7 +81,7 @@ def reproduce(options: SimpleNamespace) -> int:
         return _run_stages(options)
 
 
-def _run_stages(options: SimpleNamespace) -> int:
+def _run_stages(options: Flags) -> int:
     for stage in stages(
         options.workdir,
         options.kinds,
@@ -94,7 +105,7 @@ def _run_stages(options: SimpleNamespace) -> int:
     return 0
 
 
-def export(options: SimpleNamespace, root: Path) -> None:
+def export(options: Flags, root: Path) -> None:
     """Write each head in 8 bits, and print its size."""
     for kind in options.kinds:
         head = export_head(root / kind, root / "heads" / kind)

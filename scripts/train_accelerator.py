@@ -24,16 +24,15 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Annotated, Any
 
 from accelerator import parts
 from lib.child_processes import run_child
 from lib.recipe import Stage, export_head, stages
 from lib.trainers import TRAINERS
-from specjax.apps.command_line import command
-from specjax.apps.command_line.flags import Listed, Parser
+from specjax.apps.command_line.flags import Listed, run_flags
 from specjax.distributed import folder_lock
 from specjax.errors import InputError
 from specjax.fields import (
@@ -69,33 +68,49 @@ _OWN_FIELDS = re.compile(r"--config\.(minutes|workdir|output|data|prompts)\b")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with `argv`, by default the process's arguments; return its exit code."""
-    act = lambda arguments: call(SimpleNamespace(**parser().read(arguments)))  # noqa: E731
-    return command.run(act, argv, interrupted="interrupted; OUT has what the next call needs")
+    return run_flags(
+        call,
+        Flags,
+        argv,
+        program="python scripts/train_accelerator.py",
+        documentation=__doc__,
+        interrupted="interrupted; OUT has what the next call needs",
+    )
 
 
-def parser() -> Parser:
-    """Return the parser of the command's flags."""
-    flags = Parser("python scripts/train_accelerator.py", __doc__)
-    add = flags.add_field
-    add("out", OutputFolder(), "a new folder for what this call brings back")
-    add("input", optional(InputFolder()), "the folder that the last call wrote", default=None)
-    add("work", OutputFolder(), "where the stages work", default="build/train_accelerator")
-    add("minutes", Number(0.0, 1e6, above=True), "length of the call", default=9.0)
-    add("kinds", Listed(Choice(tuple(TRAINERS))), "drafters to train", default="eagle3")
-    add("size", optional(Choice(("debug",))), "debug, or else the real thing", default=None)
-    answers = "datasets of answers that exist already, for the first call"
-    add("responses", Listed(InputFolder(), empty=True), answers, default="")
-    add("generate", Flag(), "let the target answer prompts", default=True)
-    add("questions", Flag(), "let it answer questions that it asks itself, too", default=True)
-    fields = "more fields for {}, as '--config.batch_size=16'"
-    add("generate_options", Text(empty=True), fields.format("train.generate"), default="")
-    add("train_options", Text(empty=True), fields.format("the trainers"), default="")
-    add("part_mb", Whole(1, 10**6), "most megabytes of a file in OUT", default=15)
-    add("carry_mb", Whole(1, 10**6), "most megabytes of an input", default=60)
-    return flags
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """The flags of this script."""
+
+    out: Annotated[Path, OutputFolder()]
+    """A new folder for what this call brings back."""
+    input: Annotated[Path | None, optional(InputFolder())] = None
+    """The folder that the last call wrote."""
+    work: Annotated[Path, OutputFolder()] = "build/train_accelerator"
+    """Where the stages work."""
+    minutes: Annotated[float, Number(0.0, 1e6, above=True)] = 9.0
+    """The length of the call in minutes."""
+    kinds: Annotated[tuple[str, ...] | str, Listed(Choice(tuple(TRAINERS)))] = "eagle3"
+    """Drafters to train."""
+    size: Annotated[str | None, optional(Choice(("debug",)))] = None
+    """The size of the run: debug, or by default the real thing."""
+    responses: Annotated[tuple[str, ...] | str, Listed(InputFolder(), empty=True)] = ""
+    """Datasets of answers that exist already, for the first call."""
+    generate: Annotated[bool, Flag()] = True
+    """Let the target answer prompts."""
+    questions: Annotated[bool, Flag()] = True
+    """Let it answer questions that it asks itself, too."""
+    generate_options: Annotated[str, Text(empty=True)] = ""
+    """More fields for train.generate, as '--config.batch_size=16'."""
+    train_options: Annotated[str, Text(empty=True)] = ""
+    """More fields for the trainers, as '--config.batch_size=16'."""
+    part_mb: Annotated[int, Whole(1, 10**6)] = 15
+    """The maximum size of a file in OUT, in megabytes."""
+    carry_mb: Annotated[int, Whole(1, 10**6)] = 60
+    """The maximum size of an input, in megabytes."""
 
 
-def call(options: SimpleNamespace) -> int:
+def call(options: Flags) -> int:
     """Make one call; return the exit code. Raises InputError."""
     begin = time.monotonic()
     out, work = options.out, options.work
@@ -137,7 +152,7 @@ def _say(out: Path, line: str) -> None:
         file.write(line + "\n")
 
 
-def _continued(options: SimpleNamespace) -> bool:
+def _continued(options: Flags) -> bool:
     """Bring the work folder to where the last call ended; return False if parts are missing.
 
     Raises InputError if the folder is of an earlier call than the input.
@@ -170,7 +185,7 @@ def _write_call(work: Path, record: dict[str, Any]) -> None:
     atomic_writes.write_text(work / _CALL, json.dumps(record) + "\n")
 
 
-def _stages(options: SimpleNamespace) -> list[Stage]:
+def _stages(options: Flags) -> list[Stage]:
     """Return the stages, with folders relative to the work folder: the same on every machine."""
     count = len(list((options.work / _DATA).glob("*")))
     found = stages(
@@ -191,9 +206,7 @@ def _stages(options: SimpleNamespace) -> list[Stage]:
     ]
 
 
-def _run(
-    options: SimpleNamespace, found: Sequence[Stage], record: dict[str, Any], begin: float
-) -> int:
+def _run(options: Flags, found: Sequence[Stage], record: dict[str, Any], begin: float) -> int:
     """Run unfinished stages until the time is over, and note them; return the exit code."""
     out, work, seconds = options.out, options.work, 60 * options.minutes
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -235,7 +248,7 @@ def _progress(stage: Stage, work: Path) -> str:
     return f"step {steps[-1]} saved" if steps else "nothing saved that is carried"
 
 
-def _pack_state(options: SimpleNamespace, found: Sequence[Stage], record: dict[str, Any]) -> None:
+def _pack_state(options: Flags, found: Sequence[Stage], record: dict[str, Any]) -> None:
     """Pack what the next call needs; say what that is."""
     work, out, done = options.work, options.out, record["done"]
     _write_call(work, record)
@@ -256,7 +269,7 @@ def _pack_state(options: SimpleNamespace, found: Sequence[Stage], record: dict[s
         _say(out, f"  more than --carry_mb: a call on the same machine with {parts.LIST}, {listed}")
 
 
-def _pack_heads(options: SimpleNamespace, done: Sequence[str]) -> int:
+def _pack_heads(options: Flags, done: Sequence[str]) -> int:
     """Pack the finished heads that are on this machine; return 1 if one cannot be exported."""
     work, out, code = options.work, options.out, 0
     for kind in options.kinds:

@@ -16,8 +16,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ import numpy as np
 
 import specjax
 from specjax.apps.command_line import command
-from specjax.apps.command_line.flags import Listed, Parser
+from specjax.apps.command_line.flags import Listed, run_flags
 from specjax.apps.run.built_in_prompts import BUILT_IN
 from specjax.core.parameter_sizes import count_bytes
 from specjax.engine.requests import encode_prompt
@@ -41,21 +41,29 @@ from train.data.json_lines import read_rows
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with `argv`, by default the process's arguments; return its exit code."""
-    act = lambda arguments: run(SimpleNamespace(**parser().read(arguments)))  # noqa: E731
-    return command.run(act, argv)
+    return run_flags(
+        run, Flags, argv, program="python scripts/weights_cost.py", documentation=__doc__
+    )
 
 
-def parser() -> Parser:
-    """Return the parser of the command's flags."""
-    flags = Parser("python scripts/weights_cost.py", __doc__)
-    add = flags.add_field
-    add("target", PathOrName(), "the model", default=DEFAULT_MODEL)
-    add("weights", Listed(Choice(("int8", "int4", "file"))), "compared", default="int8,int4")
-    add("text", optional(InputFile()), "a text, or conversations (.jsonl)", default=None)
-    add("context", Whole(2), "most tokens that are run together", default=512)
-    add("limit", Whole(1), "pieces or conversations", default=32)
-    add("max_new_tokens", Whole(1), "of answers to the built-in prompts", default=128)
-    return flags
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """The flags of this script."""
+
+    target: Annotated[str, PathOrName()] = DEFAULT_MODEL
+    """The model."""
+    weights: Annotated[tuple[str, ...] | str, Listed(Choice(("int8", "int4", "file")))] = (
+        "int8,int4"
+    )
+    """The forms of weights to compare with float ones."""
+    text: Annotated[Path | None, optional(InputFile())] = None
+    """A text, or conversations (.jsonl)."""
+    context: Annotated[int, Whole(2)] = 512
+    """The maximum number of tokens that are run together."""
+    limit: Annotated[int, Whole(1)] = 32
+    """The number of pieces or conversations."""
+    max_new_tokens: Annotated[int, Whole(1)] = 128
+    """The maximum number of tokens of an answer to a built-in prompt."""
 
 
 class Piece(NamedTuple):
@@ -77,7 +85,7 @@ class Cost:
     perplexity: float
 
 
-def run(flags: SimpleNamespace) -> int:
+def run(flags: Flags) -> int:
     """Measure, and print the table; return the exit code."""
     reference = load_model(flags.target, weights="float", field="target")
     pieces = pieces_of(reference, flags)
@@ -102,7 +110,7 @@ def run(flags: SimpleNamespace) -> int:
     return 0
 
 
-def pieces_of(model: Model, flags: SimpleNamespace) -> list[Piece]:
+def pieces_of(model: Model, flags: Flags) -> list[Piece]:
     """Return the pieces to score; raise InputError for a file in another format."""
     if flags.text is None:
         return _answers(model, flags)
@@ -116,7 +124,7 @@ def pieces_of(model: Model, flags: SimpleNamespace) -> list[Piece]:
     return pieces
 
 
-def _answers(model: Model, flags: SimpleNamespace) -> list[Piece]:
+def _answers(model: Model, flags: Flags) -> list[Piece]:
     """Return the built-in prompts with the model's greedy answers."""
     chats = [question.first_turn for question in BUILT_IN][: flags.limit]
     prompts = [encode_prompt(model, chat) for chat in chats]

@@ -71,25 +71,25 @@ COMMANDS = {
 
 # A command's entry point, its flags, and those that it needs, all of them good.
 FLAGS = {
-    "specjax.report": (report.main, report.parser(), {"out": "new"}),
+    "specjax.report": (report.main, report.Flags, {"out": "new"}),
     "specjax.export": (
         export.main,
-        export.parser(),
+        export.Flags,
         {"head": "eagle3", "format": "eagle3", "output": "new"},
     ),
     "specjax.corpus_index": (
         corpus_index.main,
-        corpus_index.parser(),
+        corpus_index.Flags,
         {"input": "file", "tokenizer": "nosuch", "output": "new"},
     ),
     "train.features": (
         features.main,
-        features.parser(),
+        features.Flags,
         {"input": "folder", "output": "new"},
     ),
     "train.import_responses": (
         import_responses.main,
-        import_responses.parser(),
+        import_responses.Flags,
         {"input": "file", "output": "new"},
     ),
 }
@@ -103,7 +103,7 @@ SCRIPTS = {
 }
 for name, needed in SCRIPTS.items():
     with script_module(name.replace("/", ".")) as script:
-        FLAGS[f"scripts/{name}.py"] = (script.main, script.parser(), needed)
+        FLAGS[f"scripts/{name}.py"] = (script.main, script.Flags, needed)
 
 
 MANY_DIGITS = "9" * 5000
@@ -243,12 +243,12 @@ def test_every_field(command, parts, folder, capsys, monkeypatch):
 
 @pytest.mark.parametrize("command", FLAGS)
 def test_every_flag(command, folder, capsys, monkeypatch):
-    main, parser, needed = FLAGS[command]
+    main, flags, needed = FLAGS[command]
     for module in ("specjax.apps.export", "train.features", "train.import_responses"):
         monkeypatch.setattr(f"{module}.load_model", None)
     monkeypatch.setattr("specjax.apps.corpus_index.open_tokenizer", None)
     problems = []
-    for name, kind in parser.fields.items():
+    for name, kind in fields_of(flags).items():
         others = [f"--{flag}={value}" for flag, value in needed.items() if flag != name]
         for value in texts(kind):
             argv = [*others, f"--{name}={value}"]
@@ -264,7 +264,7 @@ def test_every_flag(command, folder, capsys, monkeypatch):
     assert "--help" in error
     if "/" not in command:
         assert main(["--help"]) == 0
-        assert "--output" in capsys.readouterr().out or "output" not in parser.fields
+        assert "--output" in capsys.readouterr().out or "output" not in fields_of(flags)
 
 
 MODULES = [*COMMANDS, *(name for name in FLAGS if "/" not in name)]

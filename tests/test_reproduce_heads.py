@@ -151,7 +151,7 @@ def test_bad_input(argv, said, script, tmp_path, capsys):
 
 
 def test_by_default_it_makes_all_kinds_that_are_included(script):
-    default = script.parser().read([])["kinds"]
+    default = script.Flags().kinds.split(",")
     assert set(default) == {kind for kinds in find_head.shipped_heads().values() for kind in kinds}
 
 

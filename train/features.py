@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from rich.console import Console
 
 from specjax.apps.command_line import command
 from specjax.apps.command_line.console import Screen
-from specjax.apps.command_line.flags import Parser
+from specjax.apps.command_line.flags import run_flags
 from specjax.distributed import folder_lock
 from specjax.errors import InputError
 from specjax.fields import InputFolder, PathOrName, Text, Whole, optional
@@ -48,33 +48,36 @@ _STEP = 64
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with `argv`, by default the process's arguments; return its exit code."""
-
-    def act(arguments: list[str]) -> int:
-        store_features(**parser().read(arguments))
-        return 0
-
-    return command.run(
-        act, argv, parser().format_help(), interrupted="interrupted; the same command continues"
+    return run_flags(
+        lambda flags: store_features(**vars(flags)),
+        Flags,
+        argv,
+        program="python -m train.features",
+        documentation=__doc__,
+        interrupted="interrupted; the same command continues",
     )
 
 
-def parser() -> Parser:
-    """Return the parser of the command's flags."""
-    flags = Parser("python -m train.features", __doc__)
-    flags.add_field("input", InputFolder(), "a dataset of conversations")
-    flags.add_field("output", PathOrName(), "the folder of datasets with features")
-    flags.add_field("target", PathOrName(), "the model that wrote them", default=DEFAULT_MODEL)
-    flags.add_field(
-        "features",
-        optional(Text()),
-        "names, with commas (default: final_norm, EAGLE-3's)",
-        default=None,
-    )
-    flags.add_field("products", MULTIPLY, "in what dtype products are", default="auto")
-    flags.add_field("tokens", Whole(1, 1 << 24), "tokens run at a time", default=4096)
-    flags.add_field("part", Whole(1), "conversations per dataset", default=1024)
-    flags.add_field("limit", optional(Whole(1)), "take the first only", default=None)
-    return flags
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """The flags of `train.features`."""
+
+    input: Annotated[Path, InputFolder()]
+    """A dataset of conversations."""
+    output: Annotated[str, PathOrName()]
+    """The folder of datasets with features."""
+    target: Annotated[str, PathOrName()] = DEFAULT_MODEL
+    """The model that wrote them."""
+    features: Annotated[str | None, optional(Text())] = None
+    """Names of features, with commas; by default final_norm and those of EAGLE-3."""
+    products: Annotated[str, MULTIPLY] = "auto"
+    """The dtype of products."""
+    tokens: Annotated[int, Whole(1, 1 << 24)] = 4096
+    """The tokens that are run at a time."""
+    part: Annotated[int, Whole(1)] = 1024
+    """The conversations per dataset."""
+    limit: Annotated[int | None, optional(Whole(1))] = None
+    """The number of conversations, from the first one; by default all."""
 
 
 def store_features(

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from specjax.apps.command_line import command
-from specjax.apps.command_line.flags import Parser
+from specjax.apps.command_line.flags import run_flags
 from specjax.errors import InputError
 from specjax.fields import InputFile, OutputFolder, PathOrName, Whole, optional
 from specjax.files import folders
@@ -27,24 +28,28 @@ from train.data.write_responses import write_responses
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with `argv`, by default the process's arguments; return its exit code."""
-
-    def act(arguments: list[str]) -> int:
-        _import(**parser().read(arguments))
-        return 0
-
-    return command.run(
-        act, argv, parser().format_help(), interrupted="interrupted; nothing is written"
+    return run_flags(
+        lambda flags: _import(**vars(flags)),
+        Flags,
+        argv,
+        program="python -m train.import_responses",
+        documentation=__doc__,
+        interrupted="interrupted; nothing is written",
     )
 
 
-def parser() -> Parser:
-    """Return the parser of the command's flags."""
-    flags = Parser("python -m train.import_responses", __doc__)
-    flags.add_field("input", InputFile(pipe=True), "a JSONL file, gzipped or not")
-    flags.add_field("output", OutputFolder(), "the dataset's directory")
-    flags.add_field("limit", optional(Whole(1)), "take the first rows only", default=None)
-    flags.add_field("target", PathOrName(), "what wrote the rows", default=DEFAULT_MODEL)
-    return flags
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """The flags of `train.import_responses`."""
+
+    input: Annotated[Path, InputFile(pipe=True)]
+    """A JSONL file, gzipped or not."""
+    output: Annotated[Path, OutputFolder()]
+    """The dataset's directory."""
+    limit: Annotated[int | None, optional(Whole(1))] = None
+    """The number of rows, from the first one; by default all."""
+    target: Annotated[str, PathOrName()] = DEFAULT_MODEL
+    """The model that wrote the rows."""
 
 
 def _import(input: Path, output: Path, limit: int | None, target: str) -> None:

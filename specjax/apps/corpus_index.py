@@ -19,15 +19,14 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from jaxtyping import Int32
 from rich.console import Console
 
-from specjax.apps.command_line import command
 from specjax.apps.command_line.console import Screen
-from specjax.apps.command_line.flags import Parser
+from specjax.apps.command_line.flags import run_flags
 from specjax.errors import InputError
 from specjax.fields import INT32_MAX, OutputFolder, PathOrName, Text, Whole
 from specjax.files import folders
@@ -62,21 +61,22 @@ class CorpusInput:
         return DocumentFiles().check(name, value)
 
 
-def parser() -> Parser:
-    """Return the parser of the command's flags."""
-    flags = Parser("python -m specjax.corpus_index", __doc__)
-    flags.add_field("input", CorpusInput(), "files and folders, or tfds:NAME")
-    flags.add_field("tokenizer", PathOrName(), "the directory or model with the tokenizer")
-    flags.add_field("output", OutputFolder(), "the directory to write the index to")
-    flags.add_field(
-        "max_tokens",
-        Whole(2),
-        "the maximum number of tokens, separators included",
-        default=INT32_MAX,
-    )
-    flags.add_field("split", Text(), "the split of a TFDS dataset", default="train")
-    flags.add_field("text_field", Text(), "the dataset's field with the text", default="text")
-    return flags
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """The flags of `specjax.corpus_index`."""
+
+    input: Annotated[str | tuple[Path, ...], CorpusInput()]
+    """Files and folders, or tfds:NAME."""
+    tokenizer: Annotated[str, PathOrName()]
+    """The directory or model with the tokenizer."""
+    output: Annotated[Path, OutputFolder()]
+    """The directory to write the index to."""
+    max_tokens: Annotated[int, Whole(2)] = INT32_MAX
+    """The maximum number of tokens, separators included."""
+    split: Annotated[str, Text()] = "train"
+    """The split of a TFDS dataset."""
+    text_field: Annotated[str, Text()] = "text"
+    """The dataset's field with the text."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,13 +84,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns the exit code.
     """
-
-    def act(arguments: list[str]) -> int:
-        make_index(**parser().read(arguments))
-        return 0
-
-    return command.run(
-        act, argv, parser().format_help(), interrupted="interrupted; nothing is written"
+    return run_flags(
+        lambda flags: make_index(**vars(flags)),
+        Flags,
+        argv,
+        program="python -m specjax.corpus_index",
+        documentation=__doc__,
+        interrupted="interrupted; nothing is written",
     )
 
 

@@ -11,10 +11,10 @@ kernels and embeddings in 8 bits. The written head is read back and compared bit
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
+from dataclasses import dataclass
+from typing import Annotated
 
-from specjax.apps.command_line import command
-from specjax.apps.command_line.flags import Parser
+from specjax.apps.command_line.flags import run_flags
 from specjax.errors import InputError
 from specjax.fields import Choice, Flag, PathOrName, optional
 from specjax.files import folders
@@ -35,46 +35,36 @@ OWN = ("specjax", "compact")
 FORMATS = (*published_layouts.FORMATS, *OWN)
 
 
-def parser() -> Parser:
-    """Return the parser of the command's flags."""
-    flags = Parser("python -m specjax.export", __doc__)
-    flags.add_field("head", PathOrName(), "the head to export")
-    flags.add_field("format", Choice(FORMATS), "the format to write")
-    flags.add_field("output", PathOrName(), "the directory to write")
-    flags.add_field("target", PathOrName(), "the head's target model", default=DEFAULT_MODEL)
-    flags.add_field("dtype", DTYPE, "in which the target is loaded", default="float32")
-    flags.add_field(
-        "read_layer_ids",
-        optional(Choice(CONVENTIONS)),
-        "what the layer ids of another tool's EAGLE-3 head count",
-        default=None,
-    )
-    flags.add_field(
-        "layer_ids",
-        Choice(CONVENTIONS),
-        "what the written layer ids count: inputs of layers (EAGLE, vLLM) or outputs (SpecForge, "
-        "SGLang)",
-        default="input",
-    )
-    flags.add_field(
-        "whole_vocabulary",
-        Flag(),
-        "let a head that shares the target's output matrix use its whole vocabulary",
-        default=False,
-    )
-    return flags
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """The flags of `specjax.export`."""
+
+    head: Annotated[str, PathOrName()]
+    """The head to export."""
+    format: Annotated[str, Choice(FORMATS)]
+    """The format to write."""
+    output: Annotated[str, PathOrName()]
+    """The directory to write."""
+    target: Annotated[str, PathOrName()] = DEFAULT_MODEL
+    """The head's target model."""
+    dtype: Annotated[str, DTYPE] = "float32"
+    """The dtype in which the target is loaded."""
+    read_layer_ids: Annotated[str | None, optional(Choice(CONVENTIONS))] = None
+    """What the layer ids of another tool's EAGLE-3 head count."""
+    layer_ids: Annotated[str, Choice(CONVENTIONS)] = "input"
+    """What the written layer ids count: inputs of layers (EAGLE, vLLM) or outputs (SpecForge,
+    SGLang).
+    """
+    whole_vocabulary: Annotated[bool, Flag()] = False
+    """Let a head that shares the target's output matrix use its whole vocabulary."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with `argv`, by default the process's arguments; return its exit code."""
-
-    def act(arguments: list[str]) -> int:
-        return export(SimpleNamespace(**parser().read(arguments)))
-
-    return command.run(act, argv, parser().format_help())
+    return run_flags(export, Flags, argv, program="python -m specjax.export", documentation=__doc__)
 
 
-def export(options: SimpleNamespace) -> int:
+def export(options: Flags) -> int:
     """Export a head as the parsed flags say, and return the command's exit code.
 
     Raises InputError.
@@ -110,14 +100,14 @@ def export(options: SimpleNamespace) -> int:
     return 0
 
 
-def _prepared(head: Head, options: SimpleNamespace) -> Head:
+def _prepared(head: Head, options: Flags) -> Head:
     """Return the head to write, after checking that the format can represent it."""
     if options.format not in OWN:
         check_format(head, options.format)
     return whole_vocabulary(head) if options.whole_vocabulary else head
 
 
-def _summary(head: Head, target: Model, options: SimpleNamespace) -> str:
+def _summary(head: Head, target: Model, options: Flags) -> str:
     """Return a text about the written head."""
     vocabulary = f"{head.config.draft_vocab_size} of {target.config.vocab_size} tokens"
     lines = [

@@ -1,14 +1,29 @@
-"""Command lines with flags but no config file; each flag has a kind, which checks its value."""
+"""Command lines with flags but no config file: the fields of a dataclass, as --name=VALUE."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
+from specjax.apps.command_line import command
 from specjax.errors import InputError
-from specjax.fields import Choice, Either, Flag, Kind, Number, Whole, check_values
+from specjax.fields import (
+    Choice,
+    Either,
+    Flag,
+    Kind,
+    Number,
+    Whole,
+    check_values,
+    field_meanings,
+    fields_of,
+)
+
+Flags = TypeVar("Flags")
+"""The dataclass that declares a command's flags."""
 
 
 @dataclass(frozen=True)
@@ -29,58 +44,97 @@ class Listed:
         return tuple(self.kind.check(name, _typed(self.kind, part)) for part in parts)
 
 
-class Parser(argparse.ArgumentParser):
-    """A command-line parser without a config file, whose flags have kinds that check them.
+@dataclass(frozen=True)
+class Positional:
+    """The field type of arguments without a name, of which there may be any number.
 
-    Bad flags raise InputError. `documentation` is printed by --help before the flags.
+    `shown` is what --help calls them.
     """
 
-    def __init__(self, prog: str, documentation: str | None) -> None:
-        super().__init__(prog, description=documentation, allow_abbrev=False)
-        self.formatter_class = argparse.RawDescriptionHelpFormatter
-        self.fields: dict[str, Kind] = {}
-        self.needed: list[str] = []
+    shown: str
 
-    def add_field(self, name: str, kind: Kind, help: str, *, default: Any = ...) -> None:
-        """Add --name=VALUE, required without a default, or --name and --noname for a `Flag`.
+    def check(self, name: str, value: Any) -> tuple:
+        """Return the arguments as a tuple."""
+        del name
+        return tuple(value)
 
-        `help` is the text that --help shows.
-        """
-        self.fields[name] = kind
-        if isinstance(kind, Flag):
-            # Help shows only the flag that changes the default.
-            yes, no = (
-                (argparse.SUPPRESS, f"do not {help}") if default else (help, argparse.SUPPRESS)
-            )
-            self.add_argument(f"--{name}", action="store_true", default=default, help=yes)
-            self.add_argument(f"--no{name}", action="store_false", dest=name, help=no)
-            return
-        if default is ...:
-            self.needed.append(name)
-        has_default = default is not ... and default is not None
-        self.add_argument(
-            f"--{name}",
-            default=default if has_default else None,
-            metavar="{" + ",".join(kind.names) + "}" if isinstance(kind, Choice) else "VALUE",
-            help=f"{help} ({default})" if has_default else help,
-        )
 
-    def read(self, argv: Sequence[str]) -> dict[str, Any]:
-        """Return the checked values of all flags and arguments in `argv`, by name.
+def run_flags(
+    main: Callable[[Flags], int | None],
+    source: type[Flags],
+    argv: Sequence[str] | None,
+    *,
+    program: str,
+    documentation: str | None,
+    interrupted: str = "interrupted",
+) -> int:
+    """Call `main` with an instance of the dataclass `source`; return the command's exit code.
 
-        Raises InputError for unknown, missing and invalid ones.
-        """
-        parsed = vars(self.parse_args(argv))
-        if missing := [name for name in self.needed if parsed[name] is None]:
-            listed = [f"{name} is missing: pass --{name}=VALUE" for name in missing]
-            raise InputError(f"{'; '.join(listed)}; --help lists the flags")
-        others = {name: value for name, value in parsed.items() if name not in self.fields}
-        values = {name: _typed(kind, parsed[name]) for name, kind in self.fields.items()}
-        return {**others, **check_values(self.fields, values)}
+    The instance has the checked values of the flags in `argv`, by default the process's arguments.
+    A field without a default is a flag that must be given; a `Flag` is --name or --noname. `--help`
+    prints how to call `program`, the documentation, and the flags with the meanings that `source`
+    declares. `main` returns the exit code, or None for 0. Otherwise like `command.run`.
+    """
+    parser = _parser(source, program, documentation)
 
+    def act(arguments: list[str]) -> int:
+        return main(source(**_read(source, parser, arguments))) or 0
+
+    return command.run(act, argv, parser.format_help(), interrupted=interrupted)
+
+
+def _read(source: type, parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
+    """Return the checked values of all flags in `argv`, by name.
+
+    Raises InputError for unknown, missing and invalid ones.
+    """
+    parsed, kinds = vars(parser.parse_args(argv)), fields_of(source)
+    needed = [name for name, default in _defaults(source).items() if default is _NEEDED]
+    if missing := [name for name in needed if parsed[name] is None]:
+        listed = [f"{name} is missing: pass --{name}=VALUE" for name in missing]
+        raise InputError(f"{'; '.join(listed)}; --help lists the flags")
+    return check_values(kinds, {name: _typed(kind, parsed[name]) for name, kind in kinds.items()})
+
+
+_NEEDED = dataclasses.MISSING
+
+
+def _defaults(source: type) -> Mapping[str, Any]:
+    """Return the default of each field by name; `_NEEDED` if it has none."""
+    return {field.name: field.default for field in dataclasses.fields(source)}
+
+
+class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise InputError with `message`; argparse calls this for invalid command lines."""
         raise InputError(f"{message}; --help lists the flags")
+
+
+def _parser(source: type, program: str, documentation: str | None) -> argparse.ArgumentParser:
+    """Return the parser of a command line whose flags are the fields of a dataclass."""
+    parser = _Parser(program, description=documentation, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    meanings, defaults = field_meanings(source), _defaults(source)
+    for name, kind in fields_of(source).items():
+        default, meaning = defaults[name], " ".join(meanings[name].split())
+        if isinstance(kind, Positional):
+            parser.add_argument(name, nargs="*", metavar=kind.shown, help=meaning)
+        elif isinstance(kind, Flag):
+            # Help shows only the flag that changes the default.
+            yes, no = meaning, argparse.SUPPRESS
+            if default:
+                yes, no = no, f"Do not {meaning[:1].lower()}{meaning[1:]}"
+            parser.add_argument(f"--{name}", action="store_true", default=default, help=yes)
+            parser.add_argument(f"--no{name}", action="store_false", dest=name, help=no)
+        else:
+            unset = default is _NEEDED or default is None
+            parser.add_argument(
+                f"--{name}",
+                default=None if unset else default,
+                metavar="{" + ",".join(kind.names) + "}" if isinstance(kind, Choice) else "VALUE",
+                help=meaning if unset or default == "" else f"{meaning} By default {default}.",
+            )
+    return parser
 
 
 def _typed(kind: Kind, value: Any) -> Any:

@@ -20,10 +20,12 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from specjax.apps.command_line import command
-from specjax.apps.command_line.flags import Listed, Parser
+from specjax.apps.command_line.flags import Listed, Positional, run_flags
 from specjax.apps.playground import page
 from specjax.apps.report import csv_jsonl, html_page, picture_files, plots, tables
 from specjax.apps.report.runs import Entry, by_conditions, comparable, in_order, labels
@@ -37,15 +39,14 @@ from specjax.files.path_checks import output_folder
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with `argv`, by default the process's arguments; return its exit code."""
-    return command.run(_report, argv, parser().format_help())
+    return run_flags(
+        _report, Flags, argv, program="python -m specjax.report", documentation=__doc__
+    )
 
 
-def _report(argv: list[str]) -> int:
-    """Run the command, once `--help` and signals are handled; return its exit code.
-
-    Raises InputError.
-    """
-    flags = parser().read(argv)
+def _report(given: Flags) -> int:
+    """Run the command with its flags; return its exit code. Raises InputError."""
+    flags = dict(vars(given))
     html = flags.pop("html")
     if flags["out"] is None and html is None:
         raise InputError("out is missing: pass --out=DIR, or --html=FILE; --help lists the flags")
@@ -141,17 +142,22 @@ def _file_names(entries: Sequence[Entry]) -> list[str]:
     ]
 
 
-def parser() -> Parser:
-    """Return the parser of the command's flags and of the files to read."""
-    flags = Parser("python -m specjax.report", __doc__)
-    flags.add_argument("paths", nargs="*", metavar="FILE", help="reports to compare")
-    flags.add_field("out", optional(OutputFolder()), "the folder to write into", default=None)
-    flags.add_field("html", optional(OutputFile()), "the page to write", default=None)
-    flags.add_field("predict", Flag(), "time the parts of rounds on this machine", default=False)
-    flags.add_field("pictures", Flag(), "draw pictures", default=True)
-    kinds = Listed(Choice(picture_files.FORMATS))
-    flags.add_field("formats", kinds, "picture formats, among png,svg,pdf", default="png")
-    return flags
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """The flags of `specjax.report`."""
+
+    paths: Annotated[tuple[str, ...], Positional("FILE")]
+    """The reports to compare."""
+    out: Annotated[Path | None, optional(OutputFolder())] = None
+    """The folder to write into."""
+    html: Annotated[Path | None, optional(OutputFile())] = None
+    """The page to write."""
+    predict: Annotated[bool, Flag()] = False
+    """Time the parts of rounds on this machine."""
+    pictures: Annotated[bool, Flag()] = True
+    """Draw pictures."""
+    formats: Annotated[tuple[str, ...] | str, Listed(Choice(picture_files.FORMATS))] = "png"
+    """Picture formats, among png,svg,pdf."""
 
 
 if __name__ == "__main__":
