@@ -19,7 +19,7 @@ from conftest import slow
 
 from specjax import fields
 from specjax.apps import corpus_index, export
-from specjax.apps.command_line.flags import Listed
+from specjax.apps.command_line.flags import Listed, Positional
 from specjax.apps.doctor import doctor
 from specjax.apps.report import report
 from specjax.apps.run import bench, decode
@@ -71,25 +71,25 @@ COMMANDS = {
 
 # A command's entry point, its flags, and those that it needs, all of them good.
 FLAGS = {
-    "specjax.report": (report.main, report.Flags, {"out": "new"}),
+    "specjax.report": (report.main, fields_of(report.Flags), {"out": "new"}),
     "specjax.export": (
         export.main,
-        export.Flags,
+        fields_of(export.Flags),
         {"head": "eagle3", "format": "eagle3", "output": "new"},
     ),
     "specjax.corpus_index": (
         corpus_index.main,
-        corpus_index.Flags,
+        fields_of(corpus_index.Flags),
         {"input": "file", "tokenizer": "nosuch", "output": "new"},
     ),
     "train.features": (
         features.main,
-        features.Flags,
+        fields_of(features.Flags),
         {"input": "folder", "output": "new"},
     ),
     "train.import_responses": (
         import_responses.main,
-        import_responses.Flags,
+        fields_of(import_responses.Flags),
         {"input": "file", "output": "new"},
     ),
 }
@@ -103,7 +103,7 @@ SCRIPTS = {
 }
 for name, needed in SCRIPTS.items():
     with script_module(name.replace("/", ".")) as script:
-        FLAGS[f"scripts/{name}.py"] = (script.main, script.Flags, needed)
+        FLAGS[f"scripts/{name}.py"] = (script.main, fields_of(script.Flags), needed)
 
 
 MANY_DIGITS = "9" * 5000
@@ -111,6 +111,7 @@ _PATHS = ["", " ", "a" * 300, "~nosuchuser/x", "file/x", "a\0b"]
 _NUMBERS = ["", "x", "-1", "nan", "inf", "1e400", MANY_DIGITS]
 
 TEXTS = {
+    Positional: [],
     fields.Whole: ["", "x", "1.5", "-1", str(2**63), str(2**64), MANY_DIGITS, "nan", "()"],
     fields.Number: _NUMBERS,
     fields.Flag: ["maybe", "2", "-"],
@@ -243,12 +244,12 @@ def test_every_field(command, parts, folder, capsys, monkeypatch):
 
 @pytest.mark.parametrize("command", FLAGS)
 def test_every_flag(command, folder, capsys, monkeypatch):
-    main, flags, needed = FLAGS[command]
+    main, kinds, needed = FLAGS[command]
     for module in ("specjax.apps.export", "train.features", "train.import_responses"):
         monkeypatch.setattr(f"{module}.load_model", None)
     monkeypatch.setattr("specjax.apps.corpus_index.open_tokenizer", None)
     problems = []
-    for name, kind in fields_of(flags).items():
+    for name, kind in kinds.items():
         others = [f"--{flag}={value}" for flag, value in needed.items() if flag != name]
         for value in texts(kind):
             argv = [*others, f"--{name}={value}"]
@@ -264,7 +265,7 @@ def test_every_flag(command, folder, capsys, monkeypatch):
     assert "--help" in error
     if "/" not in command:
         assert main(["--help"]) == 0
-        assert "--output" in capsys.readouterr().out or "output" not in fields_of(flags)
+        assert "--output" in capsys.readouterr().out or "output" not in kinds
 
 
 MODULES = [*COMMANDS, *(name for name in FLAGS if "/" not in name)]

@@ -116,7 +116,7 @@ def _parser(source: type, program: str, documentation: str | None) -> argparse.A
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     meanings, defaults = field_meanings(source), _defaults(source)
     for name, kind in fields_of(source).items():
-        default, meaning = defaults[name], " ".join(meanings[name].split())
+        default, meaning = defaults[name], " ".join(meanings.get(name, "").split())
         if isinstance(kind, Positional):
             parser.add_argument(name, nargs="*", metavar=kind.shown, help=meaning)
         elif isinstance(kind, Flag):
