@@ -20,7 +20,7 @@ from specjax.apps.rows import compare_outputs, decode_table, statistics
 from specjax.apps.rows.decode_report import DrafterRun
 from specjax.apps.rows.records import DecodedRow, RunHeader, read_report
 from specjax.apps.rows.statistics import Figures
-from specjax.apps.run import decode, decode_run
+from specjax.apps.run import decode, decode_run, ways
 from specjax.engine import engine
 from specjax.engine.generate import generate
 from specjax.errors import InputError
@@ -381,12 +381,14 @@ LONG = ("--config.sampling.max_new_tokens=40", "--config.compare=true", "--confi
 @pytest.mark.parametrize(("argv", "times"), [([], 3), (["--config.repeats=2"], 2)])
 def test_one_prompt_is_decoded_several_times_in_turn(argv, times, run, capsys, monkeypatch):
     compiled = []
-    prepare = decode_run._Decoding.prepare
-    monkeypatch.setattr(
-        decode_run._Decoding,
-        "prepare",
-        lambda self, side: (compiled.append(side.name), prepare(self, side))[1],
-    )
+    opened = ways.Way.open
+
+    def opens(self, *arguments):
+        if self.engine is None:
+            compiled.append(self.name)
+        return opened(self, *arguments)
+
+    monkeypatch.setattr(ways.Way, "open", opens)
     labels = set()
     monkeypatch.setattr(
         decode_run.Screen, "progress", lambda self, label, *numbers: labels.add(label)
@@ -621,7 +623,7 @@ def test_interrupt_before_the_first_row(run, monkeypatch):
     def interrupted(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(decode_run, "open_engine", interrupted)
+    monkeypatch.setattr(ways, "open_engine", interrupted)
     code, report = run()
     assert (code, report) == (130, None)
 
