@@ -159,7 +159,7 @@ def test_files_are_mapped_anew_and_read_a_few_rows_at_a_time(tmp_path, monkeypat
     save_model(model, tmp_path / "model")
     opened, open_again = [], safetensors_files._opened
     monkeypatch.setattr(
-        safetensors_files, "_opened", lambda path: opened.append(path) or open_again(path)
+        safetensors_files, "_opened", lambda *given: opened.append(given) or open_again(*given)
     )
     load_model(tmp_path / "model")
     once = len(opened)
