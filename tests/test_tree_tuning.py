@@ -15,7 +15,7 @@ from tiny_models import eagle_head
 from specjax.apps.command_line.config_file import read_config
 from specjax.apps.rows.decode_report import tree_record
 from specjax.apps.run.decode_config import make_config_drafter, read_decode_config
-from specjax.apps.tuning import choose_tree, measure_costs, measure_ranks, round_seconds
+from specjax.apps.tuning import measure_costs, round_seconds
 from specjax.distributed.sharding import make_mesh
 from specjax.drafters import TreeOptions, head_drafter, make_drafter, merge_drafters, take_turns
 from specjax.errors import InputError
@@ -28,7 +28,13 @@ from specjax.methods.acceptance_rates import (
 )
 from specjax.methods.ngram import Ngram
 from specjax.trees import FastestTree, best_tree, tree_of_choices
-from specjax.tuning import measure_tree_costs, with_fastest_trees, with_tree
+from specjax.tuning import (
+    choose_tree,
+    measure_ranks,
+    measure_tree_costs,
+    with_fastest_trees,
+    with_tree,
+)
 
 RATES = ((0.6, 0.2, 0.1), (0.5, 0.2, 0.1))
 
