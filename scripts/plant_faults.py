@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[1]
 OTHERS = (
     *("chain_enumeration", "tree_rules", "verify_chain", "verify_tree", "keys", "warp"),
     *("tree_merge", "loop_output_comparison", "loop_cache", "loop_distribution"),
-    *("tree_distribution", "step_limits", "pages", "paged_engine", "engine"),
+    *("tree_distribution", "pair_heads", "step_limits", "pages", "paged_engine", "engine"),
 )
 """Tests of rules, drafts and the loop, the quicker ones first."""
 
@@ -141,18 +141,18 @@ FAULTS = (
         ("loop_cache", "loop_output_comparison"),
     ),
     Fault(
-        "overshoots_the_length",
+        "one_token_too_many",
         _ROUND,
-        "    count = jnp.minimum(count, state.rows.max_length - state.length)\n",
-        "",
-        ("step_limits", "loop_output_comparison"),
+        "full = state.length + count >= state.rows.max_length",
+        "full = state.length + count > state.rows.max_length",
+        ("loop_output_comparison",),
     ),
     Fault(
         "continues_after_the_end",
         _ROUND,
         "    count = jnp.where(stops.any(axis=1), jnp.argmax(stops, axis=1) + 1, count)\n",
         "",
-        ("loop_output_comparison", "engine"),
+        ("pair_heads",),
     ),
     Fault(
         "features_of_another_slot",

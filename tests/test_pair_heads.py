@@ -199,7 +199,7 @@ def test_greedy_rows_and_the_end_of_room(form, tiny):
     assert got.token_ids == plain.token_ids
 
 
-@pytest.mark.parametrize("form", slow("eagle3", "mtp", "mtp_3"))
+@pytest.mark.parametrize("form", ["eagle3", *slow("mtp", "mtp_3")])
 def test_the_end_of_room_and_of_sequence(form, tiny):
     assert_ends(tiny, drafter_of(form, tiny))
 
