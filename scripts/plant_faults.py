@@ -4,8 +4,8 @@
 
 Each fault replaces one text of one module. The tests named beside it run first, until one fails;
 only if none does, the other tests of rules, drafts and the loop run, too. A line for each fault
-says which test found it. docs/proofs.md lists those found so far. Exit codes: 0 if all were found; 1 if
-not; 2 for bad input; 130 after Ctrl-C or SIGTERM.
+says which test found it; docs/proofs.md lists them. Exit codes: 0 if all were found; 1 if not; 2
+for bad input; 130 after Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
