@@ -179,8 +179,8 @@ def test_killed_and_resumed_it_is_the_same_run(whole, folder, tmp_path, capsys):
         process.send_signal(signal.SIGKILL)
         process.communicate()
     assert process.returncode == -signal.SIGKILL
-    found = answers(out)
-    rows = sum(map(len, found.values()))
+    # The file that was begun last may be empty, or end within a line.
+    rows = sum(path.read_text().count('"record": "row"') for path in out.glob("answers/*"))
     assert 0 < rows < sum(map(len, expected.values()))
     # Half of a line, and of a conversation whose second turn is missing.
     (path,) = out.glob("answers/none-*-t0-*")
