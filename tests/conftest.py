@@ -1,6 +1,5 @@
 """Fixtures of a strict session: warnings are errors, ranks never broadcast, shapes are checked."""
 
-import collections
 import contextlib
 import dataclasses
 import gc
@@ -71,6 +70,7 @@ import jax
 import jax.numpy as jnp
 import jaxtyping
 import numpy as np
+import program_counts
 import shape_checks
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -162,6 +162,7 @@ def pytest_configure(config):
         "filterwarnings", "ignore:Error reading persistent compilation cache entry:UserWarning"
     )
     bad_input.begin(config)
+    config.pluginmanager.register(program_counts)
     if config.getoption("numprocesses", None):
         # While the workers collect tests: it takes ten seconds, and each would begin with it.
         threading.Thread(target=library.available).start()
@@ -185,11 +186,6 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(skip)
 
 
-PROGRAM = "/jax/core/compile/backend_compile_duration"
-made = collections.Counter()
-jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: made.update([event]))
-
-
 @pytest.fixture(autouse=True)
 def few_programs():
     """Forget compiled programs before their memory maps reach the kernel's limit for a process.
@@ -198,9 +194,8 @@ def few_programs():
     maps takes time, it is done for every 50 programs.
     """
     yield
-    if made[PROGRAM] < 50:
+    if not program_counts.recently_compiled(50):
         return
-    made.clear()
     maps = Path("/proc/self/maps")
     if maps.exists() and maps.read_bytes().count(b"\n") > 50_000:
         jax.clear_caches()
@@ -252,6 +247,12 @@ def as_shipped():
     """Compile programs exactly as for users: for tests that read their instructions."""
     with compiled_with(**SHIPPED):
         yield
+
+
+def pytest_generate_tests(metafunc):
+    """Run the tests of a class with `cells` once for each, one cell after the other."""
+    if "cell" in metafunc.fixturenames:
+        metafunc.parametrize("cell", metafunc.cls.cells, ids=str, scope="class")
 
 
 def slow(*cases):

@@ -1,0 +1,240 @@
+"""The cells of the matrix: a method, a topology and a rule, with the rows that its checks decode.
+
+Rows differ in all that a program takes as an operand: prompts, temperatures, limits, ends, seeds.
+So a cell is one compiled program, whatever is checked.
+"""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from conftest import slow
+from methods import LENGTH, METHODS, VOCAB, drafter, takes, target
+
+from specjax.core.drafter import Sampling
+from specjax.core.none import NoDrafter
+from specjax.core.plan import LoopPlan
+from specjax.core.state import RUNNING, STOPPED, RowProperties
+from specjax.drafters import take_turns
+from specjax.engine.programs import run, start
+from specjax.engine.requests import SamplingParams
+from specjax.methods.self_drafter import SelfDrafter
+from specjax.sampling import RULES, WarpFlags, row_key
+from specjax.testing.drafter_check import chi_square, output_distribution
+
+ROWS, CAPACITY = 512, 32
+WARPS = (
+    # temperature, top_k, top_p, min_p
+    (0.0, 0, 1.0, 0.0),
+    (0.8, 0, 1.0, 0.0),
+    (0.8, 3, 1.0, 0.0),
+    (1.2, 0, 0.8, 0.0),
+    (0.8, 0, 1.0, 0.1),
+    (0.0, 0, 1.0, 0.0),
+    (1.0, 4, 0.9, 0.0),
+)
+"""Greedy rows beside sampled ones."""
+PROMPT = (1, 2, 0, 1, 2)
+"""The prompt of all rows whose outputs are counted."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """A method, a topology and a rule."""
+
+    method: str
+    topology: str
+    rule: str
+
+    def __str__(self):
+        return f"{self.method}-{self.topology}-{self.rule}"
+
+    @functools.cached_property
+    def drafter(self):
+        return drafter(self.method, self.topology)
+
+    @functools.cached_property
+    def program(self):
+        return Program.of(self.drafter, RULES[self.rule])
+
+
+USUAL = {
+    "chain": ("block", "coupled"),
+    "static": ("block",),
+    "dynamic": ("coupled",),
+    "merged": ("rejection",),
+    "turns": ("rejection",),
+}
+"""The rules of the cells of each topology that the default suite has; `--slow` has them all."""
+
+
+def cells(topology):
+    """Return the cells of a topology under each rule, as parameters of tests."""
+    methods = [name for name in METHODS if name != "none" and takes(name, topology)]
+    every = [Cell(name, topology, rule) for name in methods for rule in RULES]
+    usual = [cell for cell in every if cell.rule in USUAL[topology]]
+    return [*usual, *slow(*(cell for cell in every if cell not in usual))]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled loop, and the parameters that it takes."""
+
+    plan: LoopPlan
+    params: tuple
+
+    @classmethod
+    def of(cls, loaded, rule):
+        turns, params = loaded
+        turns = turns.limited(LENGTH)
+        # Rounds without a draft have a width of their own if verification resumes a partial pass.
+        slept = isinstance(turns.parts[0], SelfDrafter)
+        plan = LoopPlan(
+            target=target().architecture,
+            drafter=turns,
+            rule=rule,
+            widths=tuple(dict.fromkeys((*[1] * slept, 1 + turns.num_nodes))),
+            flags=WarpFlags(),
+            capacity=CAPACITY,
+            chunks=(CAPACITY,),
+            rounds_per_step=CAPACITY,
+        )
+        return cls(plan, (target().params, params))
+
+    def start(self, rows, rounds=None):
+        return start(self.plan, self.params, *rows, rounds)
+
+    def run(self, state, rounds=CAPACITY):
+        """Return the state after some rounds, and the counts; `state` is not used up."""
+        state, counts, _ = run(self.plan, self.params, copied(state), jnp.int32(rounds))
+        return state, jax.tree.map(np.asarray, counts)
+
+
+@jax.jit
+def copied(state):
+    return jax.tree.map(jnp.copy, state)
+
+
+@functools.cache
+def plain():
+    """Return plain decoding."""
+    return Program.of(take_turns(NoDrafter()), RULES["coupled"])
+
+
+def prompts():
+    """Return a prompt of each row, ragged, every other one repeating itself."""
+    rng = np.random.default_rng(0)
+    found = []
+    for row in range(ROWS):
+        ids = rng.integers(VOCAB, size=1 + row % 14).tolist()
+        found.append((ids[: 1 + row % 3] * 14)[: len(ids)] if row % 2 else ids)
+    return found
+
+
+def arguments(prompts, warps, max_length, stops, index):
+    """Return the arguments of `start` for rows with these properties."""
+    tokens = np.zeros((ROWS, CAPACITY), np.int32)
+    for row, ids in enumerate(prompts):
+        tokens[row, : len(ids)] = ids
+    length = jnp.array([len(ids) for ids in prompts], jnp.int32)
+    columns = list(zip(*warps, strict=True))
+    rows = RowProperties(
+        index=jnp.asarray(index, jnp.int32),
+        prompt_length=length,
+        key=jax.vmap(lambda number: row_key(0, number))(jnp.asarray(index, jnp.int32)),
+        sampling=Sampling(
+            temperature=jnp.array(columns[0], jnp.float32),
+            top_k=jnp.array(columns[1], jnp.int32),
+            top_p=jnp.array(columns[2], jnp.float32),
+            min_p=jnp.array(columns[3], jnp.float32),
+        ),
+        max_length=jnp.asarray(max_length, jnp.int32),
+        stop_ids=jnp.asarray(stops, jnp.int32)[:, None],
+    )
+    return jnp.asarray(tokens), rows, length, jnp.full(ROWS, RUNNING, jnp.int32)
+
+
+@functools.cache
+def expected():
+    """Return arguments of rows of all kinds, and the output of each by plain decoding.
+
+    Some end at the last position, some after a few tokens, some at a stop token at each offset.
+    """
+    ids = prompts()
+    lengths = np.array([len(each) for each in ids])
+    number = np.arange(ROWS)
+    warps = [WARPS[row % len(WARPS)] for row in range(ROWS)]
+    most = np.where(number % 4 == 0, CAPACITY, np.minimum(lengths + 1 + number % 17, CAPACITY))
+    never = np.full(ROWS, -1)
+    state, _ = plain().run(plain().start(arguments(ids, warps, [CAPACITY] * ROWS, never, number)))
+    tokens, stops, outputs = np.asarray(state.tokens), never.copy(), []
+    for row, begin in enumerate(lengths):
+        output = tokens[row, begin : most[row]].tolist()
+        if row % 3 == 0:
+            stops[row] = output[(row // 3) % len(output)]
+            output = output[: 1 + output.index(stops[row])]
+        outputs.append(output)
+    return arguments(ids, warps, most, stops, number), outputs
+
+
+def remembers_drafts(loaded):
+    """Return whether what a drafter keeps depends on drafts, also on those that were refused."""
+    return bool(loaded.drafter.pass_features)
+
+
+def is_greedy(row):
+    return WARPS[row % len(WARPS)][0] == 0
+
+
+def outputs_of(state, rows=range(ROWS)):
+    """Return the tokens of each row after its prompt."""
+    tokens, length = np.asarray(state.tokens), np.asarray(state.length)
+    begin = np.asarray(state.rows.prompt_length)
+    return {row: tokens[row, begin[row] : length[row]].tolist() for row in rows}
+
+
+def restarted(program, state):
+    """Return the state of rows that begin with what is committed, as those that are put back."""
+    rows = state.tokens, state.rows, state.length, state.status
+    return program.start(rows, state.round)
+
+
+def taken(arguments, order, present):
+    """Return the arguments with rows in another order, of which only some are `present`."""
+    tokens, rows, length, status = jax.tree.map(lambda leaf: leaf[order], arguments)
+    return tokens, rows, length, jnp.where(present, status, STOPPED)
+
+
+@functools.cache
+def distribution():
+    """Return the probability of each three tokens, the K-th to the (K+2)-th after the prompt."""
+    model, one = target(), SamplingParams(temperature=1.0)
+    every = output_distribution(model.architecture, model.params, PROMPT, one, LENGTH + 2)
+    return every.reshape(-1, VOCAB**3).sum(axis=0)
+
+
+def counted(program, rows):
+    """Return the counts of each three tokens in about `rows` rows, and the mean accepted length."""
+    end = len(PROMPT) + LENGTH + 2
+    found, accepted = np.zeros(VOCAB**3, np.int64), []
+    for first in itertools.takewhile(lambda one: one < rows, itertools.count(0, ROWS)):
+        number = np.arange(first, first + ROWS)
+        warps = [(1.0, 0, 1.0, 0.0)] * ROWS
+        state = program.start(
+            arguments([PROMPT] * ROWS, warps, [CAPACITY] * ROWS, [-1] * ROWS, number)
+        )
+        state, counts = program.run(state, LENGTH + 2)
+        outputs = np.asarray(state.tokens)[:, end - 3 : end]
+        code = np.ravel_multi_index(tuple(outputs.T), (VOCAB,) * 3)
+        found += np.bincount(code, minlength=VOCAB**3)
+        accepted.append(counts.accepted[counts.accepted >= 0])
+    return found, 1 + np.concatenate(accepted).mean()
+
+
+def tested(program, rows):
+    """Return the chi-square of about `rows` rows, and the mean tokens per round."""
+    found, length = counted(program, rows)
+    return chi_square(found, distribution()), length

@@ -1,0 +1,121 @@
+"""What is checked of each cell: tokens, distribution, caches, company, ends, resumption."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cells import (
+    CAPACITY,
+    ROWS,
+    Cell,
+    expected,
+    is_greedy,
+    outputs_of,
+    plain,
+    remembers_drafts,
+    restarted,
+    taken,
+    tested,
+)
+from conftest import row_count
+
+from specjax.core.state import FULL, STOPPED
+from specjax.sampling import RULES
+
+COUNTS = ("drafted", "accepted", "emitted")
+FEW = 16_000
+SOME_ROUNDS = 4
+
+
+def assert_outputs(state, counts, rule):
+    """All rows of `coupled`, and greedy ones of any rule, have the tokens of plain decoding."""
+    arguments, wanted = expected()
+    found, stops = outputs_of(state), np.asarray(arguments[1].stop_ids)[:, 0]
+    status, most = np.asarray(state.status), np.asarray(arguments[1].max_length)
+    for row in range(ROWS):
+        if rule == "coupled" or is_greedy(row):
+            assert found[row] == wanted[row], row
+        # Nothing comes after a stop token, and nothing beyond the last position.
+        assert stops[row] not in found[row][:-1]
+        ended = found[row][-1] == stops[row]
+        assert status[row] == (STOPPED if ended else FULL)
+        assert ended or int(state.length[row]) == most[row]
+    ran = counts.emitted >= 0
+    assert (counts.accepted <= counts.drafted)[ran].all()
+    assert (counts.emitted <= counts.accepted + 1)[ran].all()
+    assert np.maximum(counts.emitted, 0).sum(axis=1).tolist() == list(map(len, found.values()))
+
+
+@jax.jit
+def cache_distance(cache, wanted):
+    """Return the largest difference of two caches in the tokens that the first one holds."""
+    held = (jnp.arange(cache.capacity)[None, :] < cache.length[:, None])[None, :, None, :, None]
+    pairs = (cache.k, wanted.k), (cache.v, wanted.v)
+    return jnp.stack([jnp.where(held, jnp.abs(one - other), 0).max() for one, other in pairs]).max()
+
+
+def assert_cache(state):
+    """The cache holds all committed tokens but the last, as a fresh prefill has them."""
+    wanted = restarted(plain(), state.replace(drafter=plain().start(expected()[0]).drafter)).cache
+    np.testing.assert_array_equal(state.cache.length, state.length - 1)
+    assert float(cache_distance(state.cache, wanted)) < 2e-5
+
+
+class Conformance:
+    """The checks of the cells in a subclass's `cells`."""
+
+    cells: tuple[Cell, ...] = ()
+
+    @pytest.fixture(scope="class")
+    def decoded(self, cell):
+        """The rows before the first round, at their end, and the counts of all rounds."""
+        first = cell.program.start(expected()[0])
+        return first, *cell.program.run(first)
+
+    def test_tokens_and_ends(self, cell, decoded):
+        _, state, counts = decoded
+        assert_outputs(state, counts, cell.rule)
+        accepted = counts.accepted[counts.emitted > 0]
+        assert {0, 1} <= set(accepted.tolist())
+
+    def test_caches_and_resumption(self, cell, decoded):
+        """After each of some rounds; rows that are put back there end as if they had stayed."""
+        state, last, counts = decoded
+        for _ in range(SOME_ROUNDS):
+            state, _ = cell.program.run(state, 1)
+            assert_cache(state)
+        again, later = cell.program.run(restarted(cell.program, state))
+        if not remembers_drafts(cell.drafter):
+            assert outputs_of(again) == outputs_of(last)
+            for name in COUNTS:
+                wanted = getattr(counts, name)[:, SOME_ROUNDS:]
+                np.testing.assert_array_equal(
+                    getattr(later, name)[:, : CAPACITY - SOME_ROUNDS], wanted
+                )
+        else:
+            rows = [row for row in range(ROWS) if cell.rule == "coupled" or is_greedy(row)]
+            assert outputs_of(again, rows) == outputs_of(last, rows)
+
+    def test_company(self, cell, decoded):
+        """Rows in another order, half of them without their neighbours, do as before."""
+        _, last, counts = decoded
+        order = np.random.default_rng(1).permutation(ROWS)
+        present = np.arange(ROWS) % 2 == 0
+        state = cell.program.start(taken(expected()[0], order, jnp.asarray(present)))
+        state, other = cell.program.run(state)
+        found, wanted = outputs_of(state), outputs_of(last)
+        for slot, row in enumerate(order.tolist()):
+            if present[slot]:
+                assert found[slot] == wanted[row]
+        for name in COUNTS:
+            mine, theirs = getattr(other, name)[present], getattr(counts, name)[order][present]
+            np.testing.assert_array_equal(mine, theirs)
+
+    def test_distribution(self, cell):
+        """Three tokens together, over several rounds; `coupled` has plain decoding's tokens."""
+        rule = RULES[cell.rule]
+        if not rule.exact or rule.position_noise:
+            pytest.skip(f"{cell.rule} is not held to it")
+        found, length = tested(cell.program, row_count(FEW))
+        assert found.statistic < found.threshold, found
+        assert length > 1.2

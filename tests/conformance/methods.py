@@ -1,0 +1,136 @@
+"""A drafter of every method, for one tiny target, in every topology that the method takes."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from conftest import tiny_config
+from tiny_models import block_head, eagle_head, medusa_head, mtp_head
+
+from specjax.core.drafter import LoadedDrafter
+from specjax.drafters import (
+    TreeOptions,
+    drafter_options,
+    head_drafter,
+    make_drafter,
+    merge_drafters,
+    take_turns,
+)
+from specjax.loading.load import random_model
+from specjax.loading.quantize import quantized_model
+from specjax.methods.corpus.drafter import Corpus
+from specjax.methods.corpus.sorted_text import sorted_text, with_separator
+from specjax.methods.draft_model.drafter import DraftModel
+from specjax.methods.ngram import Ngram
+from specjax.methods.quantized import Quantized
+from specjax.methods.registry import METHODS
+
+VOCAB = 6
+LENGTH = 2
+"""The longest path of a draft."""
+CHOICES = ((0,), (1,), (0, 0), (1, 0))
+"""Both siblings have a child: `block` looks at the second one's after it has refused the first."""
+TREES = {
+    "chain": None,
+    "static": TreeOptions(kind="static", choices=CHOICES),
+    "dynamic": TreeOptions(kind="dynamic", topk=2, depth=LENGTH, num_nodes=4),
+}
+TOPOLOGIES = (*TREES, "merged", "turns")
+"""Of a drafter alone; beside a lookup in one tree; after a lookup."""
+LOOKUP = Ngram(prompt_lookup_min=1, num_matches=1)
+RECORDED = 4096
+"""The number of rows for which `simulated` has tokens."""
+
+
+@functools.cache
+def target():
+    """Return the target of all cells."""
+    shape = dict(hidden_size=32, intermediate_size=32, num_heads=2, num_kv_heads=1, head_dim=16)
+    config = tiny_config(vocab_size=VOCAB, max_positions=64, **shape)
+    return random_model(config, 0, dtype="float32")
+
+
+@functools.cache
+def similar():
+    """Return the target with noise on its weights."""
+    rng = np.random.default_rng(0)
+
+    def noisy(leaf):
+        return jnp.asarray(leaf * (1 + 0.5 * rng.standard_normal(leaf.shape, np.float32)))
+
+    return dataclasses.replace(target(), params=jax.tree.map(noisy, target().params))
+
+
+def named(name, **options):
+    """Return a function that makes a drafter by its name, as users do."""
+    return lambda **tree: make_drafter(name, target(), **options, **tree)
+
+
+def of_head(head, **options):
+    """Return a function that makes a drafter of random weights."""
+    return lambda **tree: head_drafter(head(target(), **options), target(), **tree)
+
+
+def draft_model(**tree):
+    model = similar()
+    return LoadedDrafter(DraftModel(model.architecture, **tree), model.params)
+
+
+def quantized(**tree):
+    copy = quantized_model(similar(), "int4")
+    return LoadedDrafter(Quantized(copy.architecture, weights="int4", **tree), copy.params)
+
+
+def corpus():
+    texts = np.random.default_rng(0).integers(VOCAB, size=(5, 30))
+    parts = [with_separator(text.tolist(), np.uint16) for text in texts]
+    options = dict(prompt_lookup_min=1, suffix_decoding_max_spec_factor=2.0)
+    return LoadedDrafter(Corpus(**options), (sorted_text(parts, 192, np.uint16),))
+
+
+def simulated():
+    texts = np.random.default_rng(0).integers(VOCAB, size=(RECORDED, 32)).tolist()
+    return make_drafter("simulated", target(), continuations=texts, acceptance=0.9)
+
+
+MAKERS = {
+    "ngram": named("ngram", prompt_lookup_min=1),
+    "suffix": named("suffix"),
+    "corpus": corpus,
+    "draft_model": draft_model,
+    "early_exit": named("early_exit", exit_layer=1),
+    "layer_skip": named("layer_skip", skipped=(1,)),
+    "quantized": quantized,
+    "sparse_kv": named("sparse_kv", budget=3, sinks=1),
+    "medusa": of_head(medusa_head, heads=2, original_lm_head=False, spread=3.0),
+    "eagle": of_head(eagle_head, version=1, spread=0.5),
+    "eagle3": of_head(eagle_head, vocabulary=5, seed=1),
+    "mtp": of_head(mtp_head, num_modules=2),
+    "dflash": of_head(block_head, spread=0.5),
+    "dspark": of_head(block_head, spread=0.5, markov_rank=2),
+    "token_recycling": named("token_recycling"),
+    "lookahead": named("lookahead", window=2, levels=3, guesses=2, pool_size=64),
+    "lookup": named("lookup"),
+    "simulated": simulated,
+}
+"""How to make a drafter of each method: a new one needs its line here, and is proved by it."""
+
+
+def takes(name, topology):
+    """Return whether a method's record says that it takes a topology."""
+    if topology in ("merged", "turns"):
+        return not METHODS[name].alone
+    return topology == "chain" or "tree" in drafter_options(name)
+
+
+@functools.cache
+def drafter(name, topology):
+    """Return the drafter of a method in a topology, as one that takes turns."""
+    if topology in ("static", "dynamic"):
+        return take_turns(MAKERS[name](tree=TREES[topology]))
+    made = MAKERS[name]()
+    if topology == "merged":
+        return take_turns(merge_drafters(made, LOOKUP))
+    return take_turns(LOOKUP, made) if topology == "turns" else take_turns(made)

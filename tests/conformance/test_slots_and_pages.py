@@ -1,0 +1,116 @@
+"""Every method in the engine: rows that come and go, dense and in pages, give what they give alone.
+
+Requests wait for slots, are added while others decode, are aborted and, in pages, put back and
+resumed; their tokens are those of plain decoding, and their counts those of the row alone.
+"""
+
+import numpy as np
+import pytest
+from cells import WARPS, remembers_drafts
+from conftest import slow
+from decoding import make_call
+from methods import LENGTH, METHODS, TOPOLOGIES, VOCAB, drafter, takes, target
+from test_engine import own_results
+from test_paged_engine import assert_nothing_is_held, paged
+
+from specjax.engine.engine import Engine
+from specjax.engine.requests import SamplingParams
+
+PAGE, NUM_PAGES = 4, 17
+"""Tokens of a page, and so few pages that three rows do not fit at their ends."""
+BEGINNING = np.random.default_rng(3).integers(VOCAB, size=14).tolist()
+PROMPTS = [
+    *([7 % VOCAB], BEGINNING[:9], [*BEGINNING, 1, 2], [*BEGINNING, 1, 2], BEGINNING[:PAGE]),
+    *([*BEGINNING[:PAGE], 3, 3], [1, 2, 1, 2, 1], [*BEGINNING[: 2 * PAGE], 5], [4, 4], BEGINNING),
+]
+"""Some are equal, some end or part at the end of a page."""
+NEW = [12, 14, 14, 9, 1, 16, 11, 7, 13, 14]
+ABORTED = (2, 5)
+
+
+def call_of(loaded):
+    sampling = [
+        SamplingParams(**dict(zip(("temperature", "top_k", "top_p", "min_p"), warp, strict=True)))
+        for warp in (WARPS * 2)[: len(PROMPTS)]
+    ]
+    sampling = [
+        SamplingParams(
+            temperature=one.temperature,
+            top_k=one.top_k,
+            top_p=one.top_p,
+            min_p=one.min_p,
+            max_new_tokens=new,
+            ignore_eos=True,
+        )
+        for one, new in zip(sampling, NEW, strict=True)
+    ]
+    options = {} if loaded is None else dict(drafter=loaded, num_speculative_tokens=LENGTH)
+    return make_call(
+        target(), PROMPTS, sampling=sampling, verify="coupled", batch_size=3, **options
+    ).with_options(rounds_per_step=2, max_prefill_tokens=5)
+
+
+def alone(call):
+    """Return what each request gives without others."""
+    engine, found = Engine.of(call.plan), {}
+    for request in call.requests:
+        engine.submit([request])
+        found |= {one.id: own_results(one.output) for one in engine if one.output is not None}
+    return found
+
+
+def together(engine, call, aborted):
+    """Return what the requests give of which half are added later, and some aborted meanwhile."""
+    found = {}
+
+    def steps(count):
+        for _ in range(count):
+            outputs = [one.output for one in engine.step() if one.output is not None]
+            found.update({one.id: own_results(one) for one in outputs})
+
+    for number, request in enumerate(call.requests):
+        engine.submit([request])
+        if number == len(PROMPTS) // 2:
+            steps(3)
+    for number in aborted:
+        engine.abort(number)
+        steps(1)
+    for _ in range(400):
+        if not engine.num_unfinished:
+            return found
+        steps(1)
+    raise AssertionError("some rows never ended")
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return {number: result[0] for number, result in alone(call_of(None)).items()}
+
+
+CASES = [(name, topology) for topology in TOPOLOGIES for name in METHODS if takes(name, topology)]
+USUAL = [case for case in CASES if case[1] == "chain" and case[0] != "none"]
+
+
+@pytest.mark.parametrize(
+    ("method", "topology"), [*USUAL, *slow(*(case for case in CASES if case not in USUAL))]
+)
+def test_rows_in_company_give_what_they_give_alone(method, topology, plain):
+    loaded = drafter(method, topology)
+    call = call_of(loaded)
+    wanted = alone(call)
+    assert {number: result[0] for number, result in wanted.items()} == plain
+    dense = Engine.of(call.plan)
+    pages = Engine.of(paged(call, NUM_PAGES, shares=True, size=PAGE).plan)
+    for engine in (dense, pages):
+        # What a drafter has learned of refused drafts is lost with a row that is put back.
+        kept = 1 if engine is pages and remembers_drafts(loaded) else 3
+        for aborted in ((), ABORTED):
+            found = together(engine, call, aborted)
+            assert found.keys() == wanted.keys()
+            for number, result in found.items():
+                if number in aborted and result[1] == "abort":
+                    assert result[0] == wanted[number][0][: len(result[0])]
+                else:
+                    assert result[:kept] == wanted[number][:kept]
+    assert_nothing_is_held(pages)
+    assert pages.statistics.summary().put_back > 0
