@@ -1,4 +1,4 @@
-"""Draw docs/drafters.svg: speed-up and tau by drafter, from the first table of docs/results.md.
+"""Draw docs/drafters.svg: tau and speed-ups by drafter, from two tables of docs/results.md.
 
     python scripts/draw_drafters.py
 
@@ -16,12 +16,14 @@ DOCS = Path(__file__).parents[1] / "docs"
 COLOURS = {"fixed": "#56B4E9", "auto": "#0072B2"}
 
 
-def read_table(page: str) -> dict[str, dict[str, tuple[float, float]]]:
-    """Return (tau, speed-up) by drafter and kind of draft length, from the first table."""
-    rows = re.findall(r"^\| `([\w+]+)`.*$", page.partition("\n## tau")[0], re.MULTILINE)
+def read_table(page: str, title: str) -> dict[str, dict[str, tuple[float, float]]]:
+    """Return (tau, speed-up) by drafter and kind of draft length, from a section's table."""
+    section = page.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
     figures = {}
-    for name in rows:
-        line = next(line for line in page.splitlines() if line.startswith(f"| `{name}`"))
+    for line in section.splitlines():
+        if (found := re.match(r"\| `([\w+]+)`", line)) is None:
+            continue
+        name = found[1]
         cells = [cell.strip().rstrip("x") for cell in line.strip("|").split("|")]
         tau_fixed, speed_fixed, _, tau_auto, speed_auto, _ = map(float, cells[2:])
         figures[name] = {"fixed": (tau_fixed, speed_fixed), "auto": (tau_auto, speed_auto)}
@@ -36,12 +38,18 @@ def main(argv: list[str]) -> None:
 
     # Text stays text, and equal figures give equal files.
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "specjax"})
-    figures = read_table((DOCS / "results.md").read_text(encoding="utf-8"))
-    names = sorted(figures, key=lambda name: figures[name]["auto"][1])
-    figure = Figure(figsize=(9, 3.6), facecolor="white", layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
-    titles = ("tau: tokens per pass of the target", "speed-up over plain decoding")
-    for index, (axes, title) in enumerate(zip(panels, titles, strict=True)):
+    page = (DOCS / "results.md").read_text(encoding="utf-8")
+    precise = read_table(page, "Every drafter")
+    rounded = read_table(page, "With activations of 8 bits")
+    names = sorted(rounded, key=lambda name: rounded[name]["auto"][1])
+    figure = Figure(figsize=(11, 3.6), facecolor="white", layout="constrained")
+    panels = figure.subplots(1, 3, sharey=True)
+    shown = (
+        ("tau: tokens per pass of the target", precise, 0),
+        ("speed-up, activations of 24 bits", precise, 1),
+        ("speed-up, activations of 8 bits", rounded, 1),
+    )
+    for axes, (title, figures, index) in zip(panels, shown, strict=True):
         for offset, (lengths, colour) in zip((-0.2, 0.2), COLOURS.items(), strict=True):
             values = [figures[name][lengths][index] for name in names]
             places = [place - offset for place in range(len(names))]

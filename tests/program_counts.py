@@ -62,7 +62,7 @@ def pytest_runtest_protocol(item):
     """Add the processor time of a test, with its fixtures, to that of its file."""
     begin = time.process_time()
     result = yield
-    _add(item.location[0], processor=time.process_time() - begin)
+    _add(item.nodeid.split("::")[0], processor=time.process_time() - begin)
     return result
 
 

@@ -25,7 +25,7 @@ from specjax.methods.self_drafter import SelfDrafter
 from specjax.sampling import RULES, WarpFlags, row_key
 from specjax.testing.drafter_check import chi_square, output_distribution
 
-ROWS, CAPACITY = 512, 32
+ROWS, CAPACITY = 256, 24
 WARPS = (
     # temperature, top_k, top_p, min_p
     (0.0, 0, 1.0, 0.0),
@@ -52,13 +52,13 @@ class Cell:
     def __str__(self):
         return f"{self.method}-{self.topology}-{self.rule}"
 
-    @functools.cached_property
+    @property
     def drafter(self):
         return drafter(self.method, self.topology)
 
-    @functools.cached_property
+    @property
     def program(self):
-        return Program.of(self.drafter, RULES[self.rule])
+        return program(self)
 
 
 USUAL = {
@@ -113,6 +113,11 @@ class Program:
         return state, jax.tree.map(np.asarray, counts)
 
 
+@functools.lru_cache(maxsize=4)
+def program(cell):
+    return Program.of(cell.drafter, RULES[cell.rule])
+
+
 @jax.jit
 def copied(state):
     return jax.tree.map(jnp.copy, state)
@@ -129,8 +134,8 @@ def prompts():
     rng = np.random.default_rng(0)
     found = []
     for row in range(ROWS):
-        ids = rng.integers(VOCAB, size=1 + row % 14).tolist()
-        found.append((ids[: 1 + row % 3] * 14)[: len(ids)] if row % 2 else ids)
+        ids = rng.integers(VOCAB, size=1 + row % 11).tolist()
+        found.append((ids[: 1 + row % 3] * 11)[: len(ids)] if row % 2 else ids)
     return found
 
 
@@ -216,17 +221,19 @@ def distribution():
     return every.reshape(-1, VOCAB**3).sum(axis=0)
 
 
+@functools.cache
+def of_one_prompt(first):
+    """Return arguments of rows with the same prompt, the index of the first of which is `first`."""
+    number, warps = np.arange(first, first + ROWS), [(1.0, 0, 1.0, 0.0)] * ROWS
+    return arguments([PROMPT] * ROWS, warps, [CAPACITY] * ROWS, [-1] * ROWS, number)
+
+
 def counted(program, rows):
     """Return the counts of each three tokens in about `rows` rows, and the mean accepted length."""
     end = len(PROMPT) + LENGTH + 2
     found, accepted = np.zeros(VOCAB**3, np.int64), []
     for first in itertools.takewhile(lambda one: one < rows, itertools.count(0, ROWS)):
-        number = np.arange(first, first + ROWS)
-        warps = [(1.0, 0, 1.0, 0.0)] * ROWS
-        state = program.start(
-            arguments([PROMPT] * ROWS, warps, [CAPACITY] * ROWS, [-1] * ROWS, number)
-        )
-        state, counts = program.run(state, LENGTH + 2)
+        state, counts = program.run(program.start(of_one_prompt(first)), LENGTH + 2)
         outputs = np.asarray(state.tokens)[:, end - 3 : end]
         code = np.ravel_multi_index(tuple(outputs.T), (VOCAB,) * 3)
         found += np.bincount(code, minlength=VOCAB**3)

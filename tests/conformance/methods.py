@@ -27,7 +27,7 @@ from specjax.methods.ngram import Ngram
 from specjax.methods.quantized import Quantized
 from specjax.methods.registry import METHODS
 
-VOCAB = 6
+VOCAB = 8
 LENGTH = 2
 """The longest path of a draft."""
 CHOICES = ((0,), (1,), (0, 0), (1, 0))
@@ -40,7 +40,7 @@ TREES = {
 TOPOLOGIES = (*TREES, "merged", "turns")
 """Of a drafter alone; beside a lookup in one tree; after a lookup."""
 LOOKUP = Ngram(prompt_lookup_min=1, num_matches=1)
-RECORDED = 4096
+RECORDED = 50_000
 """The number of rows for which `simulated` has tokens."""
 
 
@@ -90,6 +90,10 @@ def corpus():
     return LoadedDrafter(Corpus(**options), (sorted_text(parts, 192, np.uint16),))
 
 
+def token_recycling(tree=None):
+    return make_drafter("token_recycling", target(), tree=tree)
+
+
 def simulated():
     texts = np.random.default_rng(0).integers(VOCAB, size=(RECORDED, 32)).tolist()
     return make_drafter("simulated", target(), continuations=texts, acceptance=0.9)
@@ -106,11 +110,11 @@ MAKERS = {
     "sparse_kv": named("sparse_kv", budget=3, sinks=1),
     "medusa": of_head(medusa_head, heads=2, original_lm_head=False, spread=3.0),
     "eagle": of_head(eagle_head, version=1, spread=0.5),
-    "eagle3": of_head(eagle_head, vocabulary=5, seed=1),
+    "eagle3": of_head(eagle_head, vocabulary=7, seed=1),
     "mtp": of_head(mtp_head, num_modules=2),
     "dflash": of_head(block_head, spread=0.5),
     "dspark": of_head(block_head, spread=0.5, markov_rank=2),
-    "token_recycling": named("token_recycling"),
+    "token_recycling": token_recycling,
     "lookahead": named("lookahead", window=2, levels=3, guesses=2, pool_size=64),
     "lookup": named("lookup"),
     "simulated": simulated,
@@ -122,6 +126,8 @@ def takes(name, topology):
     """Return whether a method's record says that it takes a topology."""
     if topology in ("merged", "turns"):
         return not METHODS[name].alone
+    if topology == "dynamic":
+        return "tree" in drafter_options(name) and name != "token_recycling"
     return topology == "chain" or "tree" in drafter_options(name)
 
 
