@@ -71,7 +71,7 @@ class Suffix(Drafter):
             tree = tree.shape(length)
             object.__setattr__(self, "tree", tree)
         if isinstance(tree, RankedTree):
-            raise InputError("tree.kind=static: suffix counts its trees anew; use dynamic")
+            raise InputError(f"tree.kind=static: {self.name} counts its trees anew; use dynamic")
         if length is None:
             length = _USUAL_LENGTH if tree is None else tree.depth
             object.__setattr__(self, "num_speculative_tokens", length)

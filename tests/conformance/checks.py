@@ -13,12 +13,12 @@ from cells import (
     Cell,
     expected,
     is_greedy,
+    joint_test,
     outputs_of,
     plain,
     remembers_drafts,
     restarted,
     taken,
-    tested,
 )
 
 from specjax.core.state import FULL, STOPPED
@@ -119,6 +119,6 @@ class Conformance:
         rule = RULES[cell.rule]
         if not rule.exact or rule.position_noise:
             pytest.skip(f"{cell.rule} is not held to it")
-        found, length = tested(cell.program, MANY if conftest.full else FEW)
+        found, length = joint_test(cell.program, MANY if conftest.full else FEW)
         assert found.statistic < found.threshold, found
         assert length > 1.05

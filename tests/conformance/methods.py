@@ -83,11 +83,11 @@ def quantized(**tree):
     return LoadedDrafter(Quantized(copy.architecture, weights="int4", **tree), copy.params)
 
 
-def corpus():
+def corpus(**tree):
     texts = np.random.default_rng(0).integers(VOCAB, size=(5, 30))
     parts = [with_separator(text.tolist(), np.uint16) for text in texts]
     options = dict(prompt_lookup_min=1, suffix_decoding_max_spec_factor=2.0)
-    return LoadedDrafter(Corpus(**options), (sorted_text(parts, 192, np.uint16),))
+    return LoadedDrafter(Corpus(**options, **tree), (sorted_text(parts, 192, np.uint16),))
 
 
 def token_recycling(tree=None):
@@ -122,13 +122,21 @@ MAKERS = {
 """How to make a drafter of each method: a new one needs its line here, and is proved by it."""
 
 
+REFUSED = {
+    ("suffix", "static"): "suffix counts its trees anew",
+    ("corpus", "static"): "corpus counts its trees anew",
+    ("token_recycling", "dynamic"): "token_recycling has static trees",
+}
+"""The trees that a method with trees refuses, and what it says."""
+
+
 def takes(name, topology):
-    """Return whether a method's record says that it takes a topology."""
+    """Return whether a method takes a topology, by its record."""
     if topology in ("merged", "turns"):
         return not METHODS[name].alone
-    if topology == "dynamic":
-        return "tree" in drafter_options(name) and name != "token_recycling"
-    return topology == "chain" or "tree" in drafter_options(name)
+    if topology == "chain":
+        return True
+    return "tree" in drafter_options(name) and (name, topology) not in REFUSED
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from test_paged_engine import assert_nothing_is_held, paged
 from specjax.engine.engine import Engine
 from specjax.engine.requests import SamplingParams
 
-PAGE, NUM_PAGES = 4, 17
+PAGE, NUM_PAGES = 4, 12
 """Tokens of a page, and so few pages that three rows do not fit at their ends."""
 BEGINNING = np.random.default_rng(3).integers(VOCAB, size=14).tolist()
 PROMPTS = [
