@@ -7,12 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import row_count, slow
+from conftest import row_count
 from decoding import (
     PROMPTS,
     accepted_lengths,
     changed,
-    coupled,
     decode,
     first_state,
     greedy,
@@ -31,47 +30,7 @@ from specjax.errors import InputError
 from specjax.sampling.keys import SharedNoise
 from specjax.testing import check_drafter
 
-ROOM = 48
-"""The longest prompts have no room for all new tokens."""
 MARKOV = dict(markov_rank=3, sample_from_anchor=True, confidence=True)
-DFLASH2 = dict(conv_kernel_size=2, conv_group_size=6, selector_rank=3, selector_top_k=5)
-FORMS = {
-    "dflash": dict(),
-    "dflash2_reduced": dict(vocabulary=40, **DFLASH2),
-    "dflash_causal_reduced": dict(causal=True, vocabulary=40),
-    "dspark": MARKOV,
-    "dspark_reduced": dict(vocabulary=40, **MARKOV),
-}
-TREES = {
-    "static": {"kind": "static", "topk": 2, "depth": 3, "num_nodes": 6},
-    "dynamic": {"kind": "dynamic", "topk": 2, "depth": 3, "num_nodes": 5},
-}
-
-
-@pytest.fixture(scope="module")
-def plain(tiny):
-    return coupled(tiny, batch_size=1, max_length=ROOM)
-
-
-@pytest.mark.parametrize(
-    ("form", "tree"),
-    [
-        ("dspark_reduced", None),
-        ("dflash", "dynamic"),
-        *slow(("dflash2_reduced", None), ("dflash2_reduced", "dynamic")),
-        *slow(("dflash", None), ("dflash_causal_reduced", "static"), ("dspark", "dynamic")),
-        *slow(("dspark", "static")),
-    ],
-)
-def test_coupled_and_greedy_rows_are_those_of_plain_decoding(form, tree, tiny, plain):
-    options = {} if tree is None else {"tree": TREES[tree]}
-    drafter = head_drafter(block_head(tiny, **FORMS[form]), tiny, **options)
-    got = coupled(tiny, drafter, num_speculative_tokens=3, max_length=ROOM)
-    assert got.token_ids == plain.token_ids
-    participated = got.emitted > 0
-    assert 0 < got.accepted[participated].sum() < got.drafted[participated].sum()
-    # Even a prompt of one token, whose block reads no feature, is drafted for.
-    assert (got.drafted[:, 0] > 0).all()
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -125,59 +84,6 @@ def test_the_state_equals_a_fresh_one_after_every_round(tiny):
     state = next(rounds(call, first_state(call)))
     with pytest.raises(AssertionError):
         assert_fresh(call, state, observed(broken, state)[0])
-
-
-def of_another_position(drafter):
-    """The broken variant returns the distributions one position late."""
-
-    def propose(real, params, state, context, noise):
-        draft, state = real(params, state, context, noise)
-        return draft.replace(logq=jnp.roll(draft.logq, 1, axis=1)), state
-
-    return changed(drafter, propose=propose)
-
-
-def without_the_bias(drafter):
-    """The broken variant names the marginals, and draws with the bias by the previous token."""
-
-    def propose(real, params, state, context, noise):
-        draft, state = real(params, state, context, noise)
-        head = drafter.drafter.head
-        neutral = jax.tree.map(jnp.zeros_like, params["markov"])
-        marginals, _ = real({**params, "markov": neutral}, state, context, noise)
-        assert head.config.markov_rank
-        return draft.replace(logq=marginals.logq), state
-
-    return changed(drafter, propose=propose)
-
-
-@pytest.mark.parametrize(
-    ("form", "rule", "tree", "broken"),
-    [
-        ("dspark", "rejection", None, None),
-        ("dspark", "rejection", None, without_the_bias),
-        *slow(("dflash", "rejection", None, None), ("dflash", "rejection", "static", None)),
-        *slow(("dspark", "block", None, None), ("dspark", "rejection", "static", None)),
-        *slow(("dflash", "block", None, None), ("dspark", "block", "static", None)),
-        *slow(("dflash2", "block", None, None), ("dflash2", "block", "static", None)),
-        *slow(
-            ("dflash2", "rejection", None, None),
-            ("dflash2", "rejection", None, of_another_position),
-        ),
-        *slow(("dflash", "rejection", None, of_another_position)),
-    ],
-)
-def test_sampled_rows_have_the_targets_distribution(form, rule, tree, broken):
-    target = small_model(6)
-    options = {} if tree is None else {"tree": TREES[tree]}
-    options |= {"num_speculative_tokens": 2} if tree is None else {}
-    flags = FORMS.get(form, {**DFLASH2, "conv_group_size": 4, "selector_top_k": 3})
-    head = block_head(target, vocabulary=5, seed=1, num_layers=1, **flags)
-    drafter = head_drafter(head, target, **options)
-    drafter = drafter if broken is None else broken(drafter)
-    check = check_drafter(drafter, target, row_count(8_000), verify=rule)
-    assert check.passed == (broken is None), check
-    assert check.acceptance_length > 1.2
 
 
 def test_confidence_ends_a_draft_before_the_token_is_drawn(tiny):

@@ -7,19 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import row_count, slow, tiny_config
-from decoding import PROMPTS, decode, mixed
 from tiny_models import SOME
 from toy_training import two_rows, with_features
 
 from specjax.core.cache import commit, make_cache
-from specjax.drafters import head_drafter
 from specjax.errors import InputError
-from specjax.loading.load import random_model
-from specjax.testing import check_drafter
 from train.methods.distill import DistillLoss, distill_method, some_layers
 
-NEW = 24
 V = 61
 
 
@@ -34,11 +28,6 @@ def shaken(params, seed=0, size=0.3):
     rng = np.random.default_rng(seed)
     noisy = [leaf * (1 + size * rng.standard_normal(leaf.shape, np.float32)) for leaf in leaves]
     return jax.tree.unflatten(tree, list(map(jnp.asarray, noisy)))
-
-
-def draft_head(target, layers=(0, 2), ids=None, size=0.3, seed=0):
-    method = distill_method(target, layers, ids, DistillLoss())
-    return method.head(shaken(method.init(jax.random.key(0)), seed, size), {})
 
 
 def distributions_of(model, params, tokens):
@@ -209,38 +198,3 @@ def test_layers_that_the_target_does_not_have(tiny):
         distill_method(tiny, (0, 3), None, DistillLoss())
     with pytest.raises(InputError, match=r"^distill\.layers=\(\): name the"):
         distill_method(tiny, (), None, DistillLoss())
-
-
-@pytest.fixture(scope="module")
-def plain(tiny):
-    options = dict(sampling=mixed(max_new_tokens=NEW), batch_size=1)
-    return decode(tiny, PROMPTS, verify="coupled", **options)
-
-
-@pytest.mark.slow  # as of a trained one (test_training_configs)
-def test_coupled_and_greedy_rows_are_those_of_plain_decoding(tiny, plain):
-    drafter = head_drafter(draft_head(tiny, ids=SOME), tiny)
-    got = decode(
-        tiny,
-        PROMPTS,
-        drafter=drafter,
-        verify="coupled",
-        sampling=mixed(max_new_tokens=NEW),
-        num_speculative_tokens=4,
-    )
-    assert got.token_ids == plain.token_ids
-    participated = got.emitted > 0
-    assert 0 < got.accepted[participated].sum() < got.drafted[participated].sum()
-
-
-@pytest.mark.parametrize("rule", slow("rejection", "block"))
-def test_the_distribution_is_the_targets(rule):
-    """The chi-square test, after a prompt of one token, which the first round drafts from."""
-    shape = dict(hidden_size=8, intermediate_size=8, num_heads=1, num_kv_heads=1, head_dim=4)
-    config = tiny_config(vocab_size=8, num_layers=2, max_positions=64, **shape)
-    target = random_model(config, 0, dtype="float32")
-    ids = np.array([0, 1, 3, 4, 5, 7], np.int32)
-    drafter = head_drafter(draft_head(target, (0,), ids, 0.5), target)
-    check = check_drafter(drafter, target, row_count(20_000), prompt=(4,), verify=rule)
-    assert check.passed, check
-    assert 1.3 < check.acceptance_length < 2.5

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import row_count, slow, tiny_config
+from conftest import slow, tiny_config
 from decoding import (
     PROMPTS,
     coupled,
@@ -18,7 +18,6 @@ from decoding import (
     rounds,
 )
 from test_loop_cache import assert_caches
-from tiny_models import small_model
 
 from specjax.core.causal_mask import causal
 from specjax.core.round import make_context, noise_keys, proposal_noise
@@ -29,7 +28,6 @@ from specjax.methods.early_exit import EarlyExit
 from specjax.methods.ngram import Ngram
 from specjax.models.decoder import Decoder
 from specjax.models.form import Form
-from specjax.testing import check_drafter
 from specjax.trees import DynamicTree, tree_of_choices
 
 NEW = 24
@@ -162,15 +160,6 @@ def test_broken_variants_are_found(change, tiny, plain):
         assert_caches(call, state)
     *_, state = rounds(call, state)
     assert new_tokens(call, state) != plain.token_ids
-
-
-@pytest.mark.parametrize(("drafter", "rule"), [(CHAIN, "rejection"), *slow((TREES, "rejection"))])
-def test_sampled_drafts_keep_the_distribution(drafter, rule):
-    target = small_model(8)
-    drafter = dataclasses.replace(drafter, num_layers=2, exit_layer=1)
-    check = check_drafter(drafter, target, row_count(12_000), prompt=(1, 2, 3, 1, 2), verify=rule)
-    assert check.passed, check
-    assert check.acceptance_length > 1.4
 
 
 FORMS = [Form("unrolled", "blocks"), *slow(Form("stacked"), Form("apart"))]

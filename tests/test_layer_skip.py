@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import row_count, slow, tiny_config
+from conftest import slow, tiny_config
 from decoding import (
     PROMPTS,
     coupled,
@@ -16,11 +16,9 @@ from decoding import (
     greedy,
     make_call,
     mixed,
-    new_tokens,
     rounds,
 )
 from test_loop_cache import assert_caches, fresh
-from tiny_models import small_model
 
 import specjax
 from specjax.core.causal_mask import causal
@@ -32,18 +30,8 @@ from specjax.methods.layer_choice import choose, exit_acceptance, leave_out
 from specjax.methods.layer_skip import LayerSkip
 from specjax.models.config import Experts, SlidingWindow
 from specjax.models.form import Form
-from specjax.testing import check_drafter
-from specjax.trees import DynamicTree, tree_of_choices
 
 NEW = 24
-DRAFTERS = {
-    "chain": LayerSkip(3, skipped=(1,)),
-    "least_probability": LayerSkip(3, skipped=(0,), draft_p_min=0.05),
-    "tree": LayerSkip(
-        3, skipped=(1,), tree=tree_of_choices(((0,), (1,), (0, 0), (0, 1), (0, 0, 0)))
-    ),
-    "dynamic_tree": LayerSkip(3, skipped=(1,), tree=DynamicTree(3, 3, 7)),
-}
 
 
 @pytest.fixture(scope="module")
@@ -54,18 +42,6 @@ def plain(tiny):
 def call_of(target, drafter):
     options = dict(verify="coupled", sampling=mixed(max_new_tokens=NEW), num_speculative_tokens=3)
     return make_call(target, PROMPTS, drafter=drafter, **options)
-
-
-@pytest.mark.parametrize("name", ["chain", *slow(*sorted({*DRAFTERS} - {"chain"}))])
-def test_tokens_and_caches_are_those_of_plain_decoding(name, tiny, plain):
-    call = call_of(tiny, DRAFTERS[name])
-    counts, state = [], first_state(call)
-    for number, state in enumerate(rounds(call, state, counts)):
-        if number < 4:
-            assert_caches(call, state)
-    assert_caches(call, state)
-    assert new_tokens(call, state) == plain.token_ids
-    assert max(int(count.accepted.max()) for count in counts) >= 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,14 +58,6 @@ def test_keys_of_skipped_layers_that_are_committed_are_found(tiny):
     state = next(rounds(call, first_state(call)))
     with pytest.raises(AssertionError):
         assert_caches(call, state)
-
-
-@pytest.mark.parametrize("rule", ["rejection", *slow("block")])
-def test_sampled_drafts_keep_the_distribution(rule):
-    target, drafter = small_model(8, 3), LayerSkip(3, skipped=(1,))
-    check = check_drafter(drafter, target, row_count(12_000), prompt=(1, 2, 3, 1, 2), verify=rule)
-    assert check.passed, check
-    assert check.acceptance_length > 1.4
 
 
 @pytest.mark.parametrize("name", ["early_exit", *slow("layer_skip")])

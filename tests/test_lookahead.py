@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import row_count, slow
+from conftest import slow
 from decoding import (
     PROMPTS,
     caught_up,
@@ -32,7 +32,6 @@ from specjax.errors import InputError
 from specjax.methods.lookahead import Lookahead
 from specjax.methods.ngram import Ngram
 from specjax.sampling import Rejection
-from specjax.testing import check_drafter
 from specjax.testing.drafter_check import decode as decode_rows
 from specjax.testing.drafter_check import make_plan
 from specjax.trees import Draft, Topology
@@ -188,34 +187,6 @@ class Unmoved(Lookahead):
 def test_broken_windows_are_found(broken, tiny):
     with pytest.raises(AssertionError):
         assert_windows_are_the_targets(broken(**SMALL), tiny)
-
-
-@pytest.fixture(scope="module")
-def together(tiny):
-    """Eight rows of one batch."""
-    return coupled(tiny, Lookahead(**SMALL))
-
-
-def test_output_is_that_of_plain_decoding(tiny, together):
-    assert together.token_ids == coupled(tiny, batch_size=1).token_ids
-    assert together.accepted.max() > 1
-
-
-def test_rows_draft_as_they_do_alone(tiny, together):
-    alone = coupled(tiny, Lookahead(**SMALL), batch_size=1)
-    assert alone.token_ids == together.token_ids
-    for name in ("drafted", "accepted", "emitted"):
-        np.testing.assert_array_equal(getattr(together, name), getattr(alone, name))
-
-
-@pytest.mark.parametrize("rule", ["rejection", *slow("block", "coupled")])
-def test_the_distribution_is_the_targets(rule):
-    drafter = Lookahead(window=2, levels=3, guesses=2, pool_size=64)
-    check = check_drafter(
-        drafter, bigrams(5), row_count(8_000), num_speculative_tokens=2, verify=rule
-    )
-    assert check.passed, check
-    assert check.acceptance_length > 1.3
 
 
 @jax.tree_util.register_static

@@ -6,12 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import slow
 from decoding import (
     PROMPTS,
     columns,
     draft_model,
-    drafters,
     first_state,
     make_call,
     mixed,
@@ -21,8 +19,6 @@ from decoding import (
 
 from specjax.core.none import NoDrafter
 from specjax.core.prefill import prefill
-
-NEW = 24
 
 
 def fresh(model, params, tokens, lengths, capacity):
@@ -49,48 +45,6 @@ def assert_caches(call, state, draft=None, part=0):
         after = jnp.maximum(length - 2, 0)
         cache = observed(call, state)[part].cache
         assert_holds(cache, tokens, after, draft.architecture, draft.params)
-
-
-CASES = {
-    # name: (drafter, its model, rule, K, ways in which a round must have ended)
-    "plain": (None, None, "rejection", 0, {(0, 0)}),
-    "ngram": ("ngram", None, "coupled", 4, {(0, 0), (4, 4)}),
-    "similar": ("similar", "similar", "rejection", 3, {(3, 0), (3, 1), (3, 2), (3, 3)}),
-    "similar_block": ("similar", "similar", "block", 3, {(3, 0), (3, 1), (3, 2), (3, 3)}),
-    "similar_greedy": ("similar_greedy", "similar", "coupled", 2, {(2, 0), (2, 1), (2, 2)}),
-    "one_at_a_time": ("similar", "similar", "coupled", 1, {(1, 0), (1, 1)}),
-    "itself": ("itself", "tiny", "rejection", 4, {(4, 4)}),
-    "taking_turns": ("turns_model", "similar", "rejection", 3, {(3, 0), (3, 1), (3, 3)}),
-    "early_exit": ("early_exit", None, "rejection", 3, {(3, 0), (3, 1), (3, 3)}),
-}
-
-
-@pytest.mark.parametrize(
-    "case",
-    # A draft model's is in the next test, which drafts as many and fewer.
-    [
-        *slow("similar", "early_exit", "plain", "ngram", "taking_turns", "itself"),
-        *slow("similar_block", "similar_greedy", "one_at_a_time"),
-    ],
-)
-def test_caches_equal_a_fresh_prefill_after_every_round(case, tiny, unrelated, similar):
-    name, draft, rule, length, endings = CASES[case]
-    models = {"tiny": tiny, "similar": similar, None: None}
-    drafter = drafters(tiny, unrelated, similar).get(name)
-    options = dict(num_speculative_tokens=length, verify=rule, sampling=mixed(max_new_tokens=NEW))
-    call = make_call(tiny, PROMPTS, drafter=drafter, **options)
-    state = first_state(call)
-    part = len(call.plan.loop.drafter.parts) - 1
-    assert_caches(call, state, models[draft], part)
-    counts = []
-    for state in rounds(call, state, counts):
-        assert_caches(call, state, models[draft], part)
-    counts = columns(counts)
-    participated = counts.emitted > 0
-    drafted, accepted = (of[participated].tolist() for of in (counts.drafted, counts.accepted))
-    assert endings <= set(zip(drafted, accepted, strict=True))
-    if name == "itself":
-        assert accepted == drafted
 
 
 @pytest.fixture(scope="module")

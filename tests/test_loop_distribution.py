@@ -18,8 +18,6 @@ from specjax.core.none import NoDrafter
 from specjax.drafters import LoadedDrafter, take_turns
 from specjax.engine.requests import SamplingParams
 from specjax.errors import InputError
-from specjax.methods.early_exit import EarlyExit
-from specjax.methods.ngram import Ngram
 from specjax.sampling import Decision, Rejection
 from specjax.testing import check_drafter
 from specjax.testing.drafter_check import (
@@ -72,20 +70,6 @@ def tables():
     return (model, table), (model, table + 0.9 * jax.random.normal(jax.random.key(1), table.shape))
 
 
-@pytest.mark.parametrize(
-    ("rule", "rows"),
-    # The next test is one of rejection, too.
-    slow(("rejection", 200_000), ("block", 200_000)),
-    ids=["rejection", "block"],
-)
-def test_a_sampled_draft_model(rule, rows, target, draft):
-    assert 0.2 < distance(target, draft) < 0.6
-    drafter = draft_model(draft)
-    check = check_drafter(drafter, target, rows, prompt=PROMPT, verify=rule)
-    assert check.passed, check
-    assert check.acceptance_length > 1.5
-
-
 def test_a_prompt_of_one_token_and_a_warp(target, draft):
     request = SamplingParams(temperature=0.9, top_k=7, top_p=0.97, min_p=0.02)
     assert 0.2 < distance(target, draft, (4,), request) < 0.6
@@ -93,22 +77,6 @@ def test_a_prompt_of_one_token_and_a_warp(target, draft):
     check = check_drafter(drafter, target, row_count(FEWER), prompt=(4,), request=request)
     assert check.passed, check
     assert check.acceptance_length > 1.2
-
-
-@pytest.mark.slow  # its drafts are drawn as a draft model's
-def test_early_exit(target):
-    assert 0.2 < distance(target, target, num_layers=1) < 0.6
-    drafter = EarlyExit(2, exit_layer=1)
-    check = check_drafter(drafter, target, row_count(FEWER), prompt=PROMPT)
-    assert check.passed, check
-    assert check.acceptance_length > 1.5
-
-
-def test_ngram(tables):
-    drafter = Ngram(prompt_lookup_min=1)
-    check = check_drafter(drafter, tables[0], row_count(FEWER), prompt=PROMPT)
-    assert check.passed, check
-    assert check.acceptance_length > 1.03
 
 
 EXACT = {

@@ -2,12 +2,9 @@
 
 import numpy as np
 import pytest
-from conftest import row_count, slow
 from decoding import (
     PROMPTS,
     accepted_lengths,
-    changed,
-    coupled,
     first_state,
     make_call,
     mixed,
@@ -15,34 +12,10 @@ from decoding import (
     rounds,
 )
 from test_decoder import one_pass
-from tiny_models import SOME, medusa_head, small_model
+from tiny_models import medusa_head
 
 from specjax.drafters import head_drafter
 from specjax.errors import InputError
-from specjax.testing import check_drafter
-
-FORMS = {
-    "shared": dict(original_lm_head=True, ids=SOME),
-    "own": dict(original_lm_head=False, num_layers=2),
-    "projected": dict(projection=True, ids=SOME),
-}
-
-
-# As trees in test_tree_drafters, and as any heads that start from features in test_pair_heads.
-@pytest.mark.parametrize(
-    ("form", "length"),
-    slow(("shared", 5), ("projected", 3), ("own", 2)),
-)
-def test_coupled_and_greedy_rows_are_those_of_plain_decoding(form, length, tiny):
-    drafter = head_drafter(medusa_head(tiny, **FORMS[form]), tiny)
-    got = coupled(tiny, drafter, num_speculative_tokens=length)
-    assert got.token_ids == coupled(tiny, batch_size=1).token_ids
-    # There are three heads, whatever is asked for.
-    assert got.drafted.max() == min(length, 3)
-    participated = got.emitted > 0
-    assert 0 < got.accepted[participated].sum() < got.drafted[participated].sum()
-    # A prompt of one token has no feature to draft from.
-    assert [row for row in range(8) if got.drafted[row, 0] == 0] == [0, 5]
 
 
 def test_as_many_tokens_as_heads_by_default(tiny):
@@ -84,31 +57,3 @@ def test_the_state_equals_a_fresh_one_after_every_round(tiny):
     with pytest.raises(AssertionError):
         assert_fresh(call, late)
     assert {0, 1, 2, 3} <= accepted_lengths(counts)
-
-
-def first_distribution_for_all(drafter):
-    """The broken variant claims that every token was drawn from the first head's distribution."""
-
-    def propose(real, params, state, context, noise):
-        draft, state = real(params, state, context, noise)
-        return draft.replace(logq_row=0 * draft.logq_row), state
-
-    return changed(drafter, propose=propose)
-
-
-@pytest.mark.parametrize(
-    ("rule", "broken"),
-    [
-        # Trees are in test_tree_drafters; distributions that are not the drafter's own are found as
-        # in test_loop_distribution.
-        *slow(("rejection", False), ("rejection", True), ("block", False)),
-    ],
-)
-def test_the_distribution_is_the_targets(rule, broken):
-    target, ids = small_model(8), np.arange(7, dtype=np.int32)
-    head = medusa_head(target, heads=2, original_lm_head=False, spread=3.0, ids=ids)
-    drafter = head_drafter(head, target)
-    drafter = first_distribution_for_all(drafter) if broken else drafter
-    check = check_drafter(drafter, target, row_count(20_000), verify=rule)
-    assert check.passed != broken, check
-    assert 1.2 < check.acceptance_length < 2.5

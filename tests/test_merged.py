@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import row_count, slow
+from conftest import slow
 from decoding import (
     PROMPTS,
     changed,
@@ -37,13 +37,6 @@ VOCAB, ROWS = 5, 8_000
 @pytest.fixture(scope="module")
 def target():
     return bigrams(VOCAB)
-
-
-def other_model(target):
-    """Draws from a third table."""
-    return LoadedDrafter(
-        Bigrams(), target[1] + 0.9 * jax.random.normal(jax.random.key(2), (VOCAB, VOCAB))
-    )
 
 
 def test_each_row_gets_what_all_say():
@@ -89,18 +82,6 @@ def test_what_is_drawn_comes_first(target):
         for slot in range(4):
             siblings = drawn[row, np.asarray(draft.valid[row]) & (parents[row] == slot)]
             assert (np.diff(siblings.astype(int)) <= 0).all()
-
-
-@pytest.mark.parametrize("rule", ["rejection", *slow("coupled")])
-@pytest.mark.parametrize("first", ["lookup", *slow("model")])
-def test_the_distribution_is_the_targets(first, rule, target):
-    """Also where two draw, and a third one copies."""
-    drafters = [Ngram(prompt_lookup_min=1, num_matches=2), model(target)]
-    if first == "model":
-        drafters = [other_model(target), *drafters]
-    check = check_drafter(merge_drafters(*drafters), target, row_count(ROWS), verify=rule)
-    assert check.passed, check
-    assert check.acceptance_length > 1.5
 
 
 def broken(loaded, noises, merge):

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 from conftest import slow, tiny_config
 from decoding import decode, greedy, make_call
-from test_engine import named, own_results
+from test_engine import own_results
 from test_sharding import collectives
-from tiny_models import block_drafter, eagle_drafter
+from tiny_models import eagle_drafter
 
 from specjax.distributed.sharding import make_mesh
-from specjax.drafters import LoadedDrafter
 from specjax.engine import device_rows, pages
 from specjax.engine.device_rows import DeviceRows
 from specjax.engine.engine import Engine
@@ -24,10 +23,7 @@ from specjax.engine.requests import Request, SamplingParams
 from specjax.engine.rows import Row
 from specjax.errors import InputError
 from specjax.loading.load import place_model, random_model
-from specjax.methods.lookahead import Lookahead
 from specjax.methods.ngram import Ngram
-from specjax.methods.quantized import Quantized
-from specjax.methods.sparse_kv import SparseKV
 from specjax.methods.suffix import Suffix
 from specjax.models.cpu import library
 from specjax.models.layers import cpu_attention
@@ -100,68 +96,6 @@ def assert_nothing_is_held(engine):
         assert not pool._held
         assert not any(pool._holders)
     assert not engine._scheduler.pages._pool_of
-
-
-CASES = [
-    # (drafter, rule, whether prefixes are shared)
-    ("similar", "rejection", True),
-    ("eagle3", "rejection", True),
-    *slow(
-        *(
-            (name, rule, True)
-            for name in ("none", "ngram", "similar", "early_exit", "eagle3", "medusa", "merged")
-            for rule in ("coupled", "block" if name != "merged" else "rejection")
-        ),
-        ("turns_model", "rejection", True),
-        ("dflash", "rejection", True),
-        ("dspark", "rejection", True),
-        ("layer_skip", "rejection", True),
-        ("quantized", "coupled", True),
-        ("suffix", "rejection", False),
-        ("lookahead", "coupled", False),
-        ("sparse_kv:recent", "rejection", True),
-        ("sparse_kv:scores", "coupled", True),
-        ("mtp", "rejection", False),
-        ("token_recycling", "coupled", False),
-    ),
-]
-
-
-@pytest.mark.parametrize(("name", "rule", "shares"), CASES)
-def test_rows_in_pages_give_what_they_give_alone(name, rule, shares, tiny, unrelated, similar):
-    """With few pages, so that rows wait and are put back; beside rows that are aborted."""
-    if name in ("dflash", "dspark"):
-        drafter = block_drafter(tiny, markov_rank=4 if name == "dspark" else 0)
-    elif name == "quantized":
-        drafter = LoadedDrafter(Quantized(tiny.architecture), similar.params)
-    elif name == "lookahead":
-        drafter = LoadedDrafter(Lookahead(window=3, levels=3, guesses=2, pool_size=64))
-    elif name.startswith("sparse_kv"):
-        drafter = LoadedDrafter(SparseKV(tiny.architecture, budget=36, keep=name[10:], refresh=4))
-    else:
-        drafter = named(name, tiny, unrelated, similar)
-    call = call_of(tiny, drafter, rule)
-    dense = Engine.of(call.plan)
-    wanted = {}
-    for prompt in range(len(PROMPTS)):
-        dense.submit([call.requests[prompt]])
-        wanted |= {one.id: own_results(one.output) for one in dense if one.output is not None}
-    pages = Engine.of(paged(call, NUM_PAGES, shares).plan)
-    # What a drafter has learned of refused drafts, or chosen, is lost with a row that is put back.
-    kept = 1 if name in ("token_recycling", "lookahead", "sparse_kv:scores") else 3
-    for aborted in ((), (1, 5)):
-        found = results(pages, call, aborted)
-        for prompt, result in found.items():
-            if prompt in aborted:
-                tokens = result[0]
-                assert tokens == wanted[prompt][0][: len(tokens)]
-            else:
-                assert result[:kept] == wanted[prompt][:kept]
-        assert found.keys() == wanted.keys()
-        assert_nothing_is_held(pages)
-    summary = pages.statistics.summary()
-    assert summary.put_back > 0
-    assert (summary.shared_tokens > 3 * SIZE) == shares
 
 
 BLOCK = 64

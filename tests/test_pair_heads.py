@@ -6,32 +6,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import row_count, slow
+from conftest import slow
 from decoding import (
     PROMPTS,
     accepted_lengths,
-    assert_ends,
     changed,
-    coupled,
-    decode,
     first_state,
-    greedy,
     make_call,
     mixed,
     observed,
     rounds,
 )
 from test_decoder import one_pass
-from tiny_models import eagle_drafter, eagle_head, mtp_drafter, small_model
+from tiny_models import eagle_drafter, eagle_head, mtp_drafter
 
 from specjax.core.drafter import Accepted
 from specjax.core.round import make_context
 from specjax.drafters import head_drafter
 from specjax.errors import InputError
-from specjax.testing import check_drafter
 
-ROOM = 48
-"""The longest prompts have no room for all new tokens."""
 FORMS = {
     "eagle": dict(version=1),
     "eagle_bias_reduced": dict(version=1, fc_bias=True, vocabulary=40),
@@ -55,30 +48,6 @@ FORMS = {
 def drafter_of(form, target, **options):
     make = mtp_drafter if form.startswith("mtp") else eagle_drafter
     return make(target, **{**FORMS[form], **options})
-
-
-@pytest.fixture(scope="module")
-def plain(tiny):
-    return coupled(tiny, batch_size=1, max_length=ROOM)
-
-
-@pytest.mark.parametrize(
-    "form",
-    [
-        # As trees, EAGLE-3's are in test_tree_drafters; modules of a model in test_mtp_checkpoints.
-        "eagle_bias_reduced",
-        *slow("eagle", "eagle3", "eagle3_reduced", "eagle3_flags", "eagle3_borrowed"),
-        *slow("mtp", "mtp_2", "mtp_3"),
-    ],
-)
-def test_coupled_rows_are_those_of_plain_decoding(form, tiny, plain):
-    drafter = drafter_of(form, tiny)
-    got = coupled(tiny, drafter, num_speculative_tokens=2, max_length=ROOM)
-    assert got.token_ids == plain.token_ids
-    participated = got.emitted > 0
-    assert 0 < got.accepted[participated].sum() < got.drafted[participated].sum()
-    # A prompt of one token has no feature to draft from.
-    assert [row for row in range(8) if got.drafted[row, 0] == 0] == [0, 5]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -155,53 +124,6 @@ def test_features_that_are_observed_late_are_found_out(tiny):
     assert_fresh(true, state)
     with pytest.raises(AssertionError):
         assert_fresh(true, state, got=observed(broken, state)[0])
-
-
-@pytest.mark.parametrize(
-    ("form", "rule"),
-    [
-        ("eagle3", "rejection"),
-        *slow(("mtp_2", "rejection")),
-        *slow(*(("eagle", rule) for rule in ("rejection", "block"))),
-        *slow(*(("eagle3", rule) for rule in ("block", "coupled"))),
-        *slow(*(("mtp_2", rule) for rule in ("block", "coupled")), ("mtp", "rejection")),
-    ],
-)
-def test_sampled_rows_have_the_targets_distribution(form, rule):
-    target = small_model(6)
-    drafter = drafter_of(form, target, vocabulary=5, seed=1)
-    check = check_drafter(drafter, target, row_count(8_000), verify=rule)
-    assert check.passed, check
-    assert check.acceptance_length > 1.2
-
-
-# As any distribution that is not the drafter's own (test_loop_distribution).
-@pytest.mark.parametrize("form", slow("eagle3", "mtp_2"))
-def test_a_distribution_that_was_not_drawn_from_is_found_out(form):
-    """The broken variant returns its distributions one step late."""
-
-    def late(real, params, state, context, noise):
-        draft, state = real(params, state, context, noise)
-        return draft.replace(logq=jnp.roll(draft.logq, 1, axis=1)), state
-
-    target = small_model(6)
-    drafter = changed(drafter_of(form, target, vocabulary=5, seed=1), propose=late)
-    assert not check_drafter(drafter, target, 8_000).passed
-
-
-# As those beside sampled rows, above.
-@pytest.mark.parametrize("form", slow("eagle3", "mtp_3"))
-def test_greedy_rows_and_the_end_of_room(form, tiny):
-    options = dict(sampling=greedy(max_new_tokens=24), max_length=ROOM)
-    plain = decode(tiny, PROMPTS, **options)
-    drafter = drafter_of(form, tiny)
-    got = decode(tiny, PROMPTS, drafter=drafter, num_speculative_tokens=3, **options)
-    assert got.token_ids == plain.token_ids
-
-
-@pytest.mark.parametrize("form", ["eagle3", *slow("mtp", "mtp_3")])
-def test_the_end_of_room_and_of_sequence(form, tiny):
-    assert_ends(tiny, drafter_of(form, tiny))
 
 
 def test_options_are_checked(tiny):

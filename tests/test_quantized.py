@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import row_count, slow, tiny_config
+from conftest import slow, tiny_config
 from decoding import generate
 from model_files import gguf_metadata, gguf_tensors, write_gguf
 from test_decoder import extend
@@ -20,7 +20,7 @@ from specjax.apps.run.decode_config import DrafterConfig, make_config_drafter, r
 from specjax.core.cache import commit
 from specjax.core.parameter_sizes import bytes_by_form, count_bytes, megabytes, weights_in_words
 from specjax.distributed.sharding import make_mesh
-from specjax.drafters import LoadedDrafter, TreeOptions, make_drafter
+from specjax.drafters import TreeOptions, make_drafter
 from specjax.engine.options import DecodeOptions
 from specjax.engine.plan import plan_requests
 from specjax.engine.programs import compile_plan
@@ -28,13 +28,11 @@ from specjax.errors import InputError
 from specjax.loading import quantize as quantize_models
 from specjax.loading.load import load_model, place_model, random_model, save_model
 from specjax.loading.quantize import float_model, quantized_model
-from specjax.methods.quantized import Quantized
 from specjax.models.cpu import library as cpu_library
 from specjax.models.form import Form
 from specjax.models.layers import grouped_product
 from specjax.models.layers.quantized import quantize, round_activations
 from specjax.models.layers.tiled_kernel import tiled
-from specjax.testing import check_drafter
 
 needs_library = pytest.mark.skipif(
     shutil.which("c++") is None and shutil.which("g++") is None, reason="no C++ compiler"
@@ -383,21 +381,6 @@ def test_rounded_activations_share_the_kernels_of_a_quantised_target(
     assert drafter.params["head"]["kernel"].activation_bits is None
     said = "already, so it drafts with them and activations of 8 bits"
     assert (said in caplog.text) == (activations is None)
-
-
-@pytest.mark.usefixtures("fast_programs")
-@pytest.mark.parametrize("verify", ["rejection", *slow("block")])
-def test_drafts_of_quantised_layers_keep_the_targets_distribution(verify):
-    sizes = dict(hidden_size=32, intermediate_size=32, num_layers=2, head_dim=8)
-    config = tiny_config(vocab_size=8, **sizes)
-    target, other = (random_model(config, seed, dtype="float32", form=Form()) for seed in (0, 1))
-    # Half way to another model, so that accepting and refusing both count.
-    mixed = jax.tree.map(lambda one, two: 0.7 * one + 0.3 * two, target.params, other.params)
-    copy = quantized_model(dataclasses.replace(target, params=mixed), "int4")
-    drafter = LoadedDrafter(Quantized(copy.architecture, weights="int4"), copy.params)
-    check = check_drafter(drafter, target, row_count(100_000), verify=verify)
-    assert check.passed, check
-    assert 1.2 < check.acceptance_length < 2.8
 
 
 @needs_library

@@ -5,10 +5,9 @@ import functools
 from collections import Counter
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import row_count, slow
+from conftest import slow
 from decoding import (
     PROMPTS,
     Scripted,
@@ -18,7 +17,6 @@ from decoding import (
     greedy,
     make_call,
     mixed,
-    tampered,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -36,7 +34,6 @@ from specjax.methods.corpus.drafter import Corpus
 from specjax.methods.corpus.sorted_text import LONGEST_MATCH, sorted_text, with_separator
 from specjax.methods.early_exit import EarlyExit
 from specjax.methods.suffix import Suffix
-from specjax.testing import check_drafter
 from specjax.testing.drafter_check import chi_square, output_distribution
 
 TEXT_SIZE, LONGEST_ROW, END = 192, 24, 10**9
@@ -165,37 +162,9 @@ def test_a_match_that_reads_what_it_predicts_is_found():
     assert drafts_of(broken, [row]) != [by_hand]
 
 
-PROMPT = [0, 1, 2, 0, 1, 3, 0, 1]
-
-
 @pytest.fixture(scope="module")
 def target():
     return bigrams(5)
-
-
-def random_documents(vocab, seed=0):
-    rng = np.random.default_rng(seed)
-    return [rng.integers(vocab, size=30).tolist() for _ in range(5)]
-
-
-@pytest.mark.parametrize("rule", ["rejection", *slow("block", "coupled")])
-def test_the_distribution_is_the_targets(rule, target):
-    loaded = of_documents(random_documents(5))
-    check = check_drafter(loaded, target, row_count(8_000), prompt=PROMPT, verify=rule)
-    assert check.passed, check
-    assert check.acceptance_length > 1.1
-
-
-def test_a_claimed_distribution_is_found(target):
-    """Chosen tokens, of which the rule is told that they were drawn from a uniform distribution."""
-
-    def claim(draft, context):
-        step = jnp.broadcast_to(jnp.arange(draft.tokens.shape[1]), draft.tokens.shape)
-        logq = jnp.full((*step.shape, 5), -jnp.log(5.0))
-        return draft.replace(logq=logq, logq_row=step)
-
-    drafter = tampered(of_documents(random_documents(5)), claim)
-    assert not check_drafter(drafter, target, row_count(8_000), prompt=PROMPT).passed
 
 
 @pytest.fixture(scope="module")
@@ -216,18 +185,6 @@ def loaded(plain):
 def together(tiny, loaded):
     """Eight rows of one batch."""
     return coupled(tiny, loaded)
-
-
-def test_output_is_that_of_plain_decoding(plain, together):
-    assert together.token_ids == plain.token_ids
-    assert together.accepted.max() > 2
-
-
-def test_rows_draft_as_they_do_alone(tiny, loaded, together):
-    alone = coupled(tiny, loaded, batch_size=1)
-    assert alone.token_ids == together.token_ids
-    for name in ("drafted", "accepted", "emitted"):
-        np.testing.assert_array_equal(getattr(together, name), getattr(alone, name))
 
 
 def test_asleep_and_woken(tiny, loaded, plain):

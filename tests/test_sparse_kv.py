@@ -8,9 +8,7 @@ import pytest
 from conftest import row_count, slow, tiny_config
 from decoding import (
     PROMPTS,
-    changed,
     coupled,
-    decode,
     first_state,
     make_call,
     mixed,
@@ -66,17 +64,6 @@ def test_tokens_and_caches_are_those_of_plain_decoding(name, tiny, plain):
     assert new_tokens(call, state) == plain.token_ids
     accepted = {int(each) for count in counts for each in count.accepted}
     assert {0, 2} <= accepted
-
-
-@pytest.mark.parametrize("name", ["scores", *slow("recent", "scores, ratio")])
-def test_rows_draft_as_they_do_alone(name, tiny):
-    """Admitted late too: there are fewer slots than prompts."""
-    options = dict(drafter=made(name, tiny), sampling=mixed(max_new_tokens=NEW))
-    together = decode(tiny, PROMPTS, batch_size=4, **options)
-    alone = decode(tiny, PROMPTS, batch_size=1, **options)
-    assert together.token_ids == alone.token_ids
-    for counts in ("drafted", "accepted", "emitted"):
-        np.testing.assert_array_equal(getattr(together, counts), getattr(alone, counts))
 
 
 def context_of(drafter, target, length, cache):
@@ -254,23 +241,6 @@ def test_sampled_drafts_keep_the_distribution(name, rule):
     check = check_drafter(drafter, target, row_count(12_000), prompt=prompt, verify=rule)
     assert check.passed, check
     assert 1.4 < check.acceptance_length < 2.9
-
-
-def test_a_claimed_distribution_is_found():
-    """A broken variant: a draft over few keys counts as drawn from the target's distribution."""
-    target = small_model(8)
-    few = SparseKV(target.architecture, budget=2, sinks=1)
-    everything = SparseKV(target.architecture, budget=64, num_speculative_tokens=1)
-
-    def propose(real, params, state, context, noise):
-        draft, state = real(params, state, context, noise)
-        claimed, _ = everything.propose((), (), context, noise)
-        return draft.replace(logq=claimed.logq), state
-
-    check = check_drafter(
-        changed(few, propose=propose), target, row_count(12_000), num_speculative_tokens=1
-    )
-    assert not check.passed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import row_count, slow
-from decoding import PROMPTS, caught_up, changed, coupled, decode, greedy, tampered
+from conftest import slow
+from decoding import PROMPTS, caught_up, changed, coupled, decode, greedy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_drafters import context_of, silence
@@ -23,7 +23,6 @@ from specjax.errors import InputError
 from specjax.methods.lookup import Lookup
 from specjax.methods.suffix import Suffix
 from specjax.sampling import Coupled
-from specjax.testing import check_drafter
 from specjax.testing.drafter_check import decode as decode_rows
 from specjax.testing.drafter_check import make_plan
 from specjax.trees import DynamicTree, RankedTree
@@ -252,51 +251,6 @@ def options(request):
     return LOOSE if request.param == "chain" else TREE
 
 
-@pytest.fixture(scope="module")
-def together(tiny, options):
-    """Eight rows of one batch."""
-    return coupled(tiny, Suffix(**options))
-
-
-def test_output_is_that_of_plain_decoding(tiny, together):
-    assert together.token_ids == coupled(tiny, batch_size=1).token_ids
-    assert together.accepted.max() > 1
-
-
-def test_rows_draft_as_they_do_alone(tiny, together, options):
-    alone = coupled(tiny, Suffix(**options), batch_size=1)
-    assert alone.token_ids == together.token_ids
-    for name in ("drafted", "accepted", "emitted"):
-        np.testing.assert_array_equal(getattr(together, name), getattr(alone, name))
-
-
-PROMPT = [0, 1, 2, 0, 1, 3, 0, 1]
-
-
-@pytest.mark.parametrize(
-    ("rule", "options"),
-    [("rejection", LOOSE), ("rejection", TREE), *slow(("block", LOOSE), ("coupled", LOOSE))],
-    ids=["rejection", "tree-rejection", "block", "coupled"],
-)
-def test_the_distribution_is_the_targets(rule, options, target):
-    drafter = Suffix(**options, num_speculative_tokens=3)
-    check = check_drafter(drafter, target, row_count(8_000), prompt=PROMPT, verify=rule)
-    assert check.passed, check
-    assert check.acceptance_length > 1.1
-
-
-def test_a_claimed_distribution_is_found(target):
-    """Chosen tokens, of which the rule is told that they were drawn from a uniform distribution."""
-
-    def claim(draft, context):
-        step = jnp.broadcast_to(jnp.arange(draft.tokens.shape[1]), draft.tokens.shape)
-        logq = jnp.full((*step.shape, 5), -jnp.log(5.0))
-        return draft.replace(logq=logq, logq_row=step)
-
-    drafter = tampered(Suffix(**LOOSE, num_speculative_tokens=3), claim)
-    assert not check_drafter(drafter, target, row_count(8_000), prompt=PROMPT).passed
-
-
 @pytest.mark.parametrize("name", ["lookup", *slow("suffix", "suffix+early_exit")])
 def test_by_name(name, tiny):
     options = {"exit_layer": 2} if "early_exit" in name else {}
@@ -314,14 +268,6 @@ def test_lookup_is_the_two_in_one_tree(tiny):
     assert dataclasses.replace(lookup, num_speculative_tokens=3).parts[0].num_nodes == 3
     loaded = LoadedDrafter(lookup, ((), ()))
     assert coupled(tiny, loaded).token_ids == coupled(tiny, batch_size=1).token_ids
-
-
-@pytest.mark.parametrize("rule", ["rejection", *slow("block")])
-def test_lookup_has_the_targets_distribution(rule):
-    drafter = LoadedDrafter(Lookup(8), ((), ()))
-    check = check_drafter(drafter, bigrams(8), row_count(8_000), prompt=PROMPT, verify=rule)
-    assert check.passed, check
-    assert check.acceptance_length > 1.5
 
 
 @pytest.mark.parametrize(

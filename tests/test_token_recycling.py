@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import row_count, slow
-from decoding import PROMPTS, coupled, decode, first_state, greedy, make_call, observed
+from conftest import slow
+from decoding import PROMPTS, decode, first_state, greedy, make_call, observed
 from test_decoder import one_pass
 from test_drafters import context_of, silence
 from tiny_models import bigrams
@@ -19,7 +19,6 @@ from specjax.drafters import TokenRecycling, TreeOptions, take_turns
 from specjax.engine.requests import SamplingParams
 from specjax.errors import InputError
 from specjax.sampling import Coupled
-from specjax.testing import check_drafter
 from specjax.testing.drafter_check import decode as decode_rows
 from specjax.testing.drafter_check import make_plan
 
@@ -135,32 +134,6 @@ def test_top_tokens_are_those_of_the_logits(tiny):
 def test_a_feature_that_there_is_not(name, tiny):
     with pytest.raises(InputError, match=f"feature '{name}': use top_tokens:k with k from 1 to"):
         one_pass(tiny, np.zeros((1, 2), int), features=(name,))
-
-
-@pytest.fixture(scope="module")
-def together(tiny):
-    """Eight rows of one batch."""
-    return coupled(tiny, TokenRecycling(61, tree=TREE))
-
-
-def test_output_is_that_of_plain_decoding(tiny, together):
-    assert together.token_ids == coupled(tiny, batch_size=1).token_ids
-    assert together.accepted.max() > 1
-
-
-def test_rows_draft_as_they_do_alone(tiny, together):
-    alone = coupled(tiny, TokenRecycling(61, tree=TREE), batch_size=1)
-    assert alone.token_ids == together.token_ids
-    for name in ("drafted", "accepted", "emitted"):
-        np.testing.assert_array_equal(getattr(together, name), getattr(alone, name))
-
-
-@pytest.mark.parametrize("rule", ["rejection", *slow("block", "coupled")])
-def test_the_distribution_is_the_targets(rule):
-    drafter = TokenRecycling(5, tree=TREE)
-    check = check_drafter(drafter, bigrams(5), row_count(8_000), verify=rule)
-    assert check.passed, check
-    assert check.acceptance_length > 1.5
 
 
 def test_options_of_the_tree():

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import row_count, slow
+from conftest import slow
 from decoding import (
     PROMPTS,
     Deciding,
@@ -28,7 +28,7 @@ from decoding import (
 from test_drafters import context_of, silence
 from test_loop_cache import assert_caches
 from test_pair_heads import assert_fresh
-from tiny_models import SOME, eagle_head, medusa_head, mtp_head, small_model
+from tiny_models import SOME, eagle_head, medusa_head, mtp_head
 
 import specjax
 from specjax import sampling
@@ -55,10 +55,6 @@ TREES = {
 }
 """The last one for heads with random weights, whose best candidates are seldom right."""
 
-KINDS = ("static", "dynamic")
-EAGLES = ("eagle", "eagle3")
-MTPS = ("mtp", "mtp2")
-
 
 def drafter_of(name, target, similar=None, **options):
     """A drafter of a tree; `options` are its own."""
@@ -83,38 +79,6 @@ def drafter_of(name, target, similar=None, **options):
 @pytest.fixture(scope="module")
 def plain(tiny):
     return coupled(tiny, batch_size=1, max_length=ROOM)
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "batch_size"),
-    [
-        # Those of a draft model and of EAGLE-3 are below, with their states; trees of Medusa heads
-        # are there with sampled rows, and trees of candidates in whole batches in
-        # test_token_recycling.
-        *slow(("medusa", "static", 8)),
-        *slow(("eagle3", "dynamic", 8), ("turns", "dynamic", 8), ("draft_model", "static", 8)),
-        *slow(("eagle3", "static", 8), ("draft_model", "dynamic", 8), ("medusa", "dynamic", 8)),
-        *slow(*((name, kind, 8) for name in ("eagle", "early_exit", "mtp") for kind in KINDS)),
-        *slow(("eagle3", "dynamic", 1), ("early_exit", "static", 1)),
-        *slow(("mtp2", "static", 8), ("mtp2", "dynamic", 8)),
-    ],
-)
-def test_coupled_and_greedy_rows_are_those_of_plain_decoding(
-    name, kind, batch_size, tiny, similar, plain
-):
-    drafter = drafter_of(name, tiny, similar, tree=TREES[kind])
-    got = coupled(tiny, drafter, batch_size=batch_size, max_length=ROOM)
-    assert got.token_ids == plain.token_ids
-    participated = got.emitted > 0
-    count = len(CHOICES) if kind == "static" else 9
-    assert got.drafted.max() == count
-    assert 1 + count in got.width
-    if name == "turns":
-        assert {0, 1} <= set(got.drafter[participated].tolist())
-    else:
-        assert set(got.width[participated].tolist()) <= {1, 1 + count}
-    # Random heads are right by chance only.
-    assert got.accepted[participated].max() >= (1 if name in ("medusa", *MTPS, *EAGLES) else 2)
 
 
 def call_of(target, drafter, requests):
@@ -165,31 +129,6 @@ def test_a_draft_model_reads_no_token_again_that_it_was_fed(kind, tiny):
     cache = observed(without, state)[0].cache
     assert cache.length.tolist() == (state.length - 2).tolist()
     assert jnp.isfinite(cache.k).all()
-
-
-def small_drafter(name, target, tree):
-    if name == "early_exit":
-        return EarlyExit(2, exit_layer=1, tree=tree)
-    if name == "medusa":
-        ids = np.arange(5, dtype=np.int32)
-        head = medusa_head(target, heads=2, original_lm_head=False, spread=3.0, ids=ids)
-    else:
-        head = eagle_head(target, vocabulary=5, seed=1)
-    return head_drafter(head, target, tree=tree)
-
-
-@pytest.mark.slow  # of likeliest tokens, as those of test_token_recycling
-@pytest.mark.parametrize(
-    ("name", "rule"),
-    [*((name, "rejection") for name in ("early_exit", "medusa", "eagle3")), ("medusa", "block")],
-)
-def test_sampled_rows_have_the_targets_distribution(name, rule):
-    target = small_model(6)
-    tree = TreeOptions(kind="dynamic", topk=3, depth=2, num_nodes=6)
-    drafter = small_drafter(name, target, tree)
-    check = check_drafter(drafter, target, row_count(8_000), verify=rule)
-    assert check.passed, check
-    assert check.acceptance_length > 1.3
 
 
 def with_replacement(real, params, state, context, noise):

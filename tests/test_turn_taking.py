@@ -9,17 +9,11 @@ from conftest import row_count, slow
 from decoding import (
     PROMPTS,
     changed,
-    columns,
     decode,
-    first_state,
     greedy,
-    make_call,
-    mixed,
     random_distribution,
-    rounds,
 )
 from test_drafters import context_of, silence
-from test_pair_heads import assert_fresh, drafter_of
 from tiny_models import bigrams
 
 import specjax
@@ -114,13 +108,6 @@ def test_three_take_turns():
     assert draft.tokens[:, 0].tolist() == [3, 9]
 
 
-@pytest.mark.parametrize("rule", ["rejection", *slow("block")])
-def test_the_distribution_is_the_targets(rule, target):
-    check = check_drafter(take_turns(lookup(), model(target)), target, row_count(ROWS), verify=rule)
-    assert check.passed, check
-    assert check.acceptance_length > 1.3
-
-
 def test_two_that_draw_from_distributions(target):
     """Some rows stop before the first token, and the other's distributions come after."""
     first = random_distribution(VOCAB)
@@ -207,20 +194,6 @@ def test_broken_variants_fail(broken, target, monkeypatch):
     check = check_drafter(broken(lookup(), model(target)), target, ROWS)
     assert not check.passed
     assert check.chi2 > 1.5 * check.threshold
-
-
-# With a tree after a lookup in test_tree_drafters.
-@pytest.mark.parametrize("form", slow("eagle3", "mtp_3"))
-def test_a_head_follows_what_another_drafted(form, tiny):
-    head = drafter_of(form, tiny, spread=0.3)
-    drafter = take_turns(Ngram(prompt_lookup_min=1), head)
-    assert drafter.drafter.features == head.drafter.features
-    options = dict(num_speculative_tokens=3, sampling=mixed(max_new_tokens=12))
-    call = make_call(tiny, PROMPTS, drafter=drafter, **options)
-    counts = []
-    for state in rounds(call, first_state(call), counts):
-        assert_fresh(call, state, part=1)
-    assert columns(counts).accepted.max() > 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from conftest import slow
-from methods import LENGTH, METHODS, VOCAB, drafter, takes, target
+from methods import LENGTH, METHODS, USERS, VOCAB, drafter, takes, target
 
 from specjax.core.drafter import Sampling
 from specjax.core.none import NoDrafter
@@ -77,6 +77,7 @@ def is_usual(cell):
 def cells(topology):
     """Return the cells of a topology under each rule, as parameters of tests."""
     methods = [name for name in METHODS if name != "none" and takes(name, topology)]
+    methods += [*USERS] * (topology == "chain")
     every = [Cell(name, topology, rule) for name in methods for rule in RULES]
     usual = [cell for cell in every if is_usual(cell)]
     return [*usual, *slow(*(cell for cell in every if cell not in usual))]

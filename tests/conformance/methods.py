@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from conftest import tiny_config
+from decoding import Shifting, random_distribution
 from tiny_models import block_head, eagle_head, medusa_head, mtp_head
 
 from specjax.core.drafter import LoadedDrafter
@@ -120,6 +121,12 @@ MAKERS = {
     "simulated": simulated,
 }
 """How to make a drafter of each method: a new one needs its line here, and is proved by it."""
+USERS = {
+    "always_right": lambda: LoadedDrafter(DraftModel(target().architecture), target().params),
+    "always_wrong": lambda: LoadedDrafter(Shifting(VOCAB, step=VOCAB)),
+    "random": lambda: random_distribution(VOCAB),
+}
+"""Drafters as users write them, as chains; the second repeats the last token."""
 
 
 REFUSED = {
@@ -144,7 +151,7 @@ def drafter(name, topology):
     """Return the drafter of a method in a topology, as one that takes turns."""
     if topology in ("static", "dynamic"):
         return take_turns(MAKERS[name](tree=TREES[topology]))
-    made = MAKERS[name]()
+    made = (MAKERS | USERS)[name]()
     if topology == "merged":
         return take_turns(merge_drafters(made, LOOKUP))
     return take_turns(LOOKUP, made) if topology == "turns" else take_turns(made)

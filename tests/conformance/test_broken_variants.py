@@ -10,7 +10,7 @@ import pytest
 from cells import ROWS, Cell, Program, expected, joint_test, outputs_of, restarted, taken
 from checks import FEW, assert_cache, assert_outputs
 from decoding import Deciding, changed
-from methods import LENGTH, drafter
+from methods import LENGTH, VOCAB, drafter
 
 from specjax import sampling
 from specjax.core.drafter import LoadedDrafter
@@ -39,6 +39,13 @@ def claimed(real, params, state, context, noise):
     return draft.replace(tokens=likeliest.astype(jnp.int32)), state
 
 
+def uniformly_drawn(real, params, state, context, noise):
+    """Copied tokens count as drawn from a uniform distribution."""
+    draft, state = real(params, state, context, noise)
+    step = jnp.broadcast_to(jnp.arange(draft.tokens.shape[1]), draft.tokens.shape)
+    return draft.replace(logq=jnp.full((*step.shape, VOCAB), -jnp.log(VOCAB)), logq_row=step), state
+
+
 def shortened(real, params, state, context, noise):
     """A draft ends before a token that turned out to be unlikely."""
     draft, state = real(params, state, context, noise)
@@ -62,6 +69,7 @@ def residual_is_p(tokens, num_valid, target, draft, uniforms):
         ("draft_model", "chain", "rejection", shortened),
         ("draft_model", "chain", Deciding(residual_is_p), None),
         ("medusa", "static", "rejection", one_distribution_late),
+        ("corpus", "chain", "rejection", uniformly_drawn),
     ],
 )
 def test_other_distributions_are_found(method, topology, rule, propose):
