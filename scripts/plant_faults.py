@@ -30,10 +30,11 @@ from specjax.fields import Choice, Whole
 ROOT = Path(__file__).parents[1]
 OTHERS = (
     *("chain_enumeration", "tree_rules", "verify_chain", "verify_tree", "keys", "warp"),
-    *("tree_merge", "loop_output_comparison", "loop_cache", "loop_distribution"),
-    *("tree_distribution", "pair_heads", "step_limits", "pages", "paged_engine", "engine"),
+    *("tree_merge", "loop_cache", "loop_distribution", "tree_distribution"),
+    *("conformance/chains", "conformance/trees", "conformance/slots_and_pages"),
+    *("pair_heads", "step_limits", "pages", "paged_engine", "engine"),
 )
-"""Tests of rules, drafts and the loop, the quicker ones first."""
+"""Tests of rules, drafts and the loop, the quicker ones first: `a/b` is tests/a/test_b.py."""
 
 
 class Fault(NamedTuple):
@@ -124,7 +125,7 @@ FAULTS = (
         _VERIFY,
         "(state.length - 1)[:, None] + topology.row_depths",
         "state.length[:, None] + topology.row_depths",
-        ("loop_output_comparison",),
+        ("conformance/chains",),
     ),
     Fault(
         "siblings_see_each_other",
@@ -138,7 +139,7 @@ FAULTS = (
         _ROUND,
         "jnp.maximum(verified.verification.path_slots, 0), ((0, 0), (1, 0))",
         "jnp.maximum(verified.verification.path_slots, 0), ((0, 0), (0, 1))",
-        ("loop_cache", "loop_output_comparison"),
+        ("conformance/chains", "loop_cache"),
     ),
     Fault(
         "q_of_another_row",
@@ -152,7 +153,7 @@ FAULTS = (
         _ROUND,
         "    count = jnp.where(stops.any(axis=1), jnp.argmax(stops, axis=1) + 1, count)\n",
         "",
-        ("pair_heads",),
+        ("conformance/chains",),
     ),
     Fault(
         "features_of_another_slot",
@@ -252,7 +253,7 @@ def _try(fault: Fault) -> tuple[str | None, float]:
 
 def _failing(copy: Path, names: Sequence[str]) -> str | None:
     """Return the first test of some files that fails in a copy, or None."""
-    files = [f"tests/test_{name}.py" for name in names]
+    files = ["tests/" + re.sub(r"(\w+)$", r"test_\1.py", name) for name in names]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider", *files],
         cwd=copy,

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from commands import script_module
+from conformance.methods import TOPOLOGIES, takes
 from conftest import slow
 from tiny_models import eagle_drafter
 
@@ -33,7 +34,7 @@ SOURCE = re.compile(
 MODULE = re.compile(r"python -m ((?:specjax|train)[.\w]*)")
 CALLED = re.compile(r"\bspecjax\.(\w+)\(")
 PUBLIC = set(specjax._MODULES) - {"checkpoints", "sharding"}
-CITED = re.compile(r"`(tests/\w+\.py::\w+(?:\[\S+\])?)`")
+CITED = re.compile(r"`(tests/[\w/]+\.py::[\w:]+(?:\[\S+\])?)`")
 
 
 def run_page(page, names, compared=""):
@@ -253,12 +254,16 @@ def test_every_script_is_in_the_table_of_scripts():
     assert set(re.findall(r"`([\w/]+\.py)`", page)) == scripts
 
 
-def test_every_drafter_has_proofs():
-    """Greedily, `coupled`, and by `rejection` and by `block`: a section for each."""
-    sections = (DOCS / "proofs.md").read_text().split("\n## ")
-    for section in sections[1:5]:
-        proven = set(re.findall(r"^\| `(\w+)`", section, re.MULTILINE))
-        assert proven >= set(DRAFTERS), section.partition("\n")[0]
+def test_the_matrix_is_in_the_proofs():
+    """A row for each method, a column for each topology."""
+    section = (DOCS / "proofs.md").read_text().partition("\n## The matrix")[2]
+    table = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:3] == "| `"]
+    methods = {name.strip("`"): cells for name, *cells in table if len(cells) == len(TOPOLOGIES)}
+    assert methods == {
+        name: ["yes" if takes(name, topology) else "refused" for topology in TOPOLOGIES]
+        for name in DRAFTERS
+        if name != "none"
+    }
 
 
 def test_the_proofs_exist(request):

@@ -11,8 +11,8 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from conformance.methods import LENGTH, METHODS, USERS, VOCAB, drafter, takes, target
 from conftest import slow
-from methods import LENGTH, METHODS, USERS, VOCAB, drafter, takes, target
 
 from specjax.core.drafter import Sampling
 from specjax.core.none import NoDrafter

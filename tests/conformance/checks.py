@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cells import (
+from conformance.cells import (
     CAPACITY,
     ROWS,
     Cell,

@@ -7,10 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cells import ROWS, Cell, Program, expected, joint_test, outputs_of, restarted, taken
-from checks import FEW, assert_cache, assert_outputs
+from conformance.cells import (
+    ROWS,
+    Cell,
+    Program,
+    expected,
+    joint_test,
+    outputs_of,
+    restarted,
+    taken,
+)
+from conformance.checks import FEW, assert_cache, assert_outputs
+from conformance.methods import LENGTH, VOCAB, drafter
 from decoding import Deciding, changed
-from methods import LENGTH, VOCAB, drafter
 
 from specjax import sampling
 from specjax.core.drafter import LoadedDrafter

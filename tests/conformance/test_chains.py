@@ -1,7 +1,7 @@
 """Every method's chains, under every rule."""
 
-from cells import cells
-from checks import Conformance
+from conformance.cells import cells
+from conformance.checks import Conformance
 
 
 class TestChains(Conformance):

@@ -1,7 +1,7 @@
 """Every method beside a lookup, in one tree or in turns, under every rule."""
 
-from cells import cells
-from checks import Conformance
+from conformance.cells import cells
+from conformance.checks import Conformance
 
 
 class TestPairs(Conformance):

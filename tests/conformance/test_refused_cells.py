@@ -1,7 +1,7 @@
 """The cells that a method does not take are refused, and every method has its cells."""
 
 import pytest
-from methods import MAKERS, METHODS, REFUSED, TOPOLOGIES, TREES, takes, target
+from conformance.methods import MAKERS, METHODS, REFUSED, TOPOLOGIES, TREES, takes, target
 
 import specjax
 from specjax.errors import InputError

@@ -1,7 +1,7 @@
 """Every method's trees under every rule: static, in which siblings have children, and dynamic."""
 
-from cells import cells
-from checks import Conformance
+from conformance.cells import cells
+from conformance.checks import Conformance
 
 
 class TestTrees(Conformance):
