@@ -49,6 +49,11 @@ def _note(event, seconds, **_):
         _add(_file(), programs=compiled, **{kind: seconds})
 
 
+def compiled():
+    """Return the number of programs that this process has compiled."""
+    return sum(cost.programs for cost in _costs.values())
+
+
 def recently_compiled(most):
     """Return whether more than `most` programs were compiled since this was last True."""
     if _unnoticed[0] <= most:

@@ -15,6 +15,7 @@ import conftest
 import jax
 import jax.numpy as jnp
 import numpy as np
+import program_counts
 import pytest
 from conftest import slow, tiny_config
 from decoding import (
@@ -497,10 +498,6 @@ def test_all_processes_take_the_limits_of_the_first(call_of, assert_plain, monke
     assert other.step_limits == first.step_limits
 
 
-def programs_made():
-    return conftest.made[conftest.PROGRAM]
-
-
 SHORT = dict(drafter=Ngram(num_speculative_tokens=1))
 
 
@@ -514,18 +511,18 @@ def test_equal_programs_serve_other_requests(tiny):
         assert {len(tokens) for tokens in got.token_ids} == {new_tokens}
 
     run(prompts, 60, temperature=0.8)
-    made = programs_made()
+    made = program_counts.compiled()
     run(prompts, 60, temperature=1.2)
     run(prompts[:3], 60, temperature=0.8)
     run(prompts, 160, temperature=0.8, top_p=0.9, top_k=9, min_p=0.01)
-    assert programs_made() == made
+    assert program_counts.compiled() == made
 
 
 def test_an_engine_serves_its_first_top_p_at_once(tiny):
     engine = engines.Engine(tiny, batch_size=4, max_length=500, **SHORT)
     engine.add(PROMPTS[0], greedy(max_new_tokens=40))
     engine.step()
-    made = programs_made()
+    made = program_counts.compiled()
     engine.add(PROMPTS[1], SamplingParams(temperature=0.8, top_p=0.9, max_new_tokens=20))
     assert len([one for one in engine if one.output is not None]) == 2
-    assert programs_made() == made
+    assert program_counts.compiled() == made
