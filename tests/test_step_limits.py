@@ -519,6 +519,8 @@ def test_equal_programs_serve_other_requests(tiny):
 
 
 def test_an_engine_serves_its_first_top_p_at_once(tiny):
+    # What makes keys of seeds is compiled once in a process.
+    generate(tiny, PROMPTS[:2], sampling=SamplingParams(temperature=0.8), **SHORT)
     engine = engines.Engine(tiny, batch_size=4, max_length=500, **SHORT)
     engine.add(PROMPTS[0], greedy(max_new_tokens=40))
     engine.step()
