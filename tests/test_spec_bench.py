@@ -306,7 +306,7 @@ def test_bad_input_is_named_before_any_work(
 def test_what_the_model_refuses_is_named_before_decoding(
     changes, said, folder, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr("specjax.apps.spec_bench.run.decode_requests", None)
+    monkeypatch.setattr("specjax.apps.run.runner.decode_requests", None)
     error = refused_command(command.main, arguments(folder, tmp_path / "out", **changes), capsys)
     assert said in error
     assert not (tmp_path / "out" / "settings.json").exists()

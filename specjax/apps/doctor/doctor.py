@@ -111,7 +111,7 @@ def examine(config: DoctorConfig, *, verbose: bool = False) -> int:
         result = diagnose(
             model,
             loaded,
-            config.turn_prompts(model, 0),
+            config.first_prompts(model),
             sampling=config.sampling,
             batch_size=config.options.batch_size,
             seed=config.options.seed,
@@ -140,7 +140,7 @@ def _other_prompts(config: DoctorConfig, model: Model) -> dict[str, Any]:
     if model.tokenizer is None or model.tokenizer.chat_template is None:
         return {}
     other = "true" if config.chat == "false" else "false"
-    return {f"chat={other}": replace(config, chat=other).turn_prompts(model, 0)}
+    return {f"chat={other}": replace(config, chat=other).first_prompts(model)}
 
 
 def _in_float32(

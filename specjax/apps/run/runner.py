@@ -1,0 +1,175 @@
+"""The runner of `decode`, `spec_bench` and `bench`: conversations decoded in several ways in turn.
+
+A way is plain decoding or a drafter. Speeds are compared between ways that take turns, so that a
+slow phase of the machine affects all of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jax.sharding import Mesh
+
+from specjax.apps.command_line.console import Screen
+from specjax.apps.rows.compare_outputs import Difference, compare_row
+from specjax.apps.rows.decode_report import PLAIN, Clock, DrafterRun, device_name, tree_record
+from specjax.apps.rows.records import Conditions, DecodedRow, RunHeader
+from specjax.apps.run.conversations import Conversations, Turn
+from specjax.apps.run.decode_config import ConfigDrafter, DecodeConfig, DrafterConfig
+from specjax.apps.tuning.weight_bandwidth import pass_bytes
+from specjax.drafters import DRAFTER_KIND
+from specjax.engine.engine import Engine
+from specjax.engine.generate import Generation, decode_requests, open_engine
+from specjax.engine.outputs import Delta, failure_message
+from specjax.engine.plan import DecodePlan
+from specjax.engine.requests import Request
+from specjax.errors import InputError
+from specjax.files.package_versions import versions
+from specjax.loading.model import Model
+
+
+@dataclass(eq=False)
+class Program:
+    """A plan, and its engine once one was opened; ways may share it."""
+
+    plan: DecodePlan
+    engine: Engine | None = None
+
+    def open(self, name: str, requests: Sequence[Request], screen: Screen, clock: Clock) -> None:
+        """Compile an engine and run its first round, unless there is one.
+
+        The round decodes some of `requests` and is discarded, since first rounds are slow. The
+        seconds of compiling are added to `clock` under `name`.
+        """
+        if self.engine is not None:
+            return
+        begin = time.perf_counter()
+        self.engine = open_engine(self.plan)
+        with screen.working(f"compiling {'plain decoding' if name == PLAIN else name}"):
+            self.engine.compile()
+        clock.compiled(name, time.perf_counter() - begin)
+        with open_engine(self.plan, 1) as engine:
+            engine.submit(requests[: self.plan.options.batch_size])
+            engine.step()
+
+    def close(self) -> None:
+        """Free the engine's caches."""
+        if self.engine is not None:
+            self.engine.close()
+            self.engine = None
+
+
+@dataclass(eq=False)
+class Way:
+    """A way to decode: its name, its program, and the run that its rows are added to, if any."""
+
+    name: str
+    program: Program
+    run: DrafterRun | None = None
+
+    @property
+    def label(self) -> str:
+        """What errors and lines of progress call the way."""
+        return self.name
+
+    @property
+    def plan(self) -> DecodePlan:
+        """The plan of the program."""
+        return self.program.plan
+
+    def decode(self, turn: Turn, follow: Callable[[list[Delta]], None] | None = None) -> Generation:
+        """Decode the requests of a turn; `follow` is called with the deltas of each step."""
+        return decode_requests(self.plan, turn.requests, engine=self.program.engine, follow=follow)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a way answered to one turn of a group of conversations."""
+
+    turn: Turn
+    result: Generation
+
+    def differences(self, plan: DecodePlan, plain: Generation) -> list[Difference | None]:
+        """Return each row's difference from plain decoding; `plan` is the plan of the way."""
+        rows = zip(self.turn.requests, self.result.token_ids, plain.token_ids, strict=True)
+        return [compare_row(plan, *row) for row in rows]
+
+
+def in_turn(
+    conversations: Conversations,
+    group: Sequence[int],
+    ways: Sequence[Way],
+    decode: Callable[[Way, Turn], Generation],
+    asked: Sequence[Turn] = (),
+) -> Iterator[tuple[Way, list[Answers]]]:
+    """Decode all turns of a group of questions in each of `ways`; yield each with its answers.
+
+    The answers of the first way are the history of later turns for all ways, unless the turns are
+    given: `asked`. `decode` decodes a turn in a way.
+    """
+    for way in ways:
+        if asked:
+            yield way, [Answers(turn, decode(way, turn)) for turn in asked]
+            continue
+        answers: list[Answers] = []
+        texts: dict[int, list[str]] = {index: [] for index in group}
+        while (turn := conversations.turn(len(answers), texts)) is not None:
+            answers.append(Answers(turn, decode(way, turn)))
+            for index, text in zip(turn.questions, answers[-1].result.texts, strict=True):
+                texts[index].append(text)
+        asked = [one.turn for one in answers]
+        yield way, answers
+
+
+def check_answered(conversations: Conversations, way: Way, answers: Sequence[Answers]) -> None:
+    """Raise InputError if a row of a way failed."""
+    failed = {
+        f"{conversations.name(conversations.questions[index].question_id, one.turn.number)}, "
+        f"with {way.label}": one.result.failed_rows[row]
+        for one in answers
+        for row, index in enumerate(one.turn.questions)
+        if row in one.result.failed_rows
+    }
+    if failed:
+        raise InputError(failure_message(conversations.model, failed))
+
+
+def open_run(
+    config: DecodeConfig,
+    drafter: DrafterConfig,
+    made: ConfigDrafter,
+    model: Model,
+    mesh: Mesh | None,
+    rows: Sequence[DecodedRow] = (),
+) -> DrafterRun:
+    """Return the run of one of a config's drafters; `rows` are those that were reported before."""
+    header = RunHeader(
+        drafter=drafter.name,
+        target=config.target,
+        conditions=Conditions(
+            device=device_name(mesh),
+            dtype=model.weights,
+            batch_size=config.options.batch_size,
+            temperature=config.sampling.temperature,
+            max_new_tokens=config.sampling.max_new_tokens,
+        ),
+        lossy=config.lossy,
+        versions=versions(),
+        trees={name: tree_record(chosen) for name, chosen in made.trees.items()},
+        config=config.written_for(drafter),
+        drafter_bytes=DRAFTER_KIND.check("drafter", made.loaded).own_bytes(model.params),
+        pass_bytes=pass_bytes(model, config.options.batch_size),
+    )
+    return DrafterRun(header, made.trees, rows=list(rows), num_reported=len(rows) or -1)
+
+
+def turn_order(ways: int, repeat: int) -> list[int]:
+    """Return the order in which a repeat (from 0) decodes in each of `ways` ways.
+
+    Every other repeat runs backwards, so that a machine that slows down steadily affects all ways
+    equally, and each pair of repeats starts with another way.
+    """
+    return np.roll(range(ways), -(repeat // 2))[:: -1 if repeat % 2 else 1].tolist()
