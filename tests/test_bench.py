@@ -10,15 +10,12 @@ import pytest
 import reports
 from decoding import make_call
 from rich.console import Console
-from specjax.apps.run.measure_speedups import (
-    Speedup,
-    speed_ratio,
-)
-from specjax.apps.run.ways import median_repeat, turn_order
 
 from specjax.apps.rows.records import DecodedRow
+from specjax.apps.rows.speedups import Speedup, median_repeat, possible_speedup, speed_ratio
 from specjax.apps.run import bench, bench_run
 from specjax.apps.run.predicted_speedup import measure_round_costs
+from specjax.apps.run.runner import turn_order
 from specjax.apps.tuning import measure_costs
 from specjax.engine.generate import Generation
 from specjax.fields import read_values
