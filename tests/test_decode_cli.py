@@ -13,6 +13,7 @@ from rich.console import Console
 from tiny_models import with_modules
 
 from specjax import metrics
+from specjax.apps.command_line.command import DIFFERENT
 from specjax.apps.command_line.console import Screen
 from specjax.apps.report import report as write_reports
 from specjax.apps.report.runs import labels
@@ -444,7 +445,7 @@ def test_a_repeat_with_other_tokens_is_the_one_that_is_reported(run, monkeypatch
 
     monkeypatch.setattr(runner, "compare_row", second_differs)
     code, report = run(*LONG)
-    assert code == decode.DIFFERENT
+    assert code == DIFFERENT
     assert report["rows"][0]["identical"] is False
     assert "NO, 0 of 1 rows" in capsys.readouterr().out
 

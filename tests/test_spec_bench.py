@@ -15,6 +15,7 @@ from commands import start
 
 import specjax
 from specjax import theory
+from specjax.apps.command_line.command import DIFFERENT
 from specjax.apps.report import html_page, tables
 from specjax.apps.report.best_length import best_lengths
 from specjax.apps.report.runs import Entry, labels
@@ -327,7 +328,7 @@ def test_tokens_that_differ_are_an_error(folder, tmp_path, monkeypatch, capsys):
     changed = reports.read_one(path)
     changed["rows"][0] |= {"identical": False, "near_ties": [difference]}
     path.write_text(reports.as_lines(changed))
-    assert command.main(argv) == command.DIFFERENT
+    assert command.main(argv) == DIFFERENT
 
 
 def test_stratified_questions_are_as_many_of_each_task():

@@ -27,6 +27,7 @@ from specjax.apps.run.decode_config import (
     DrafterConfig,
     DrafterFields,
     PromptFields,
+    has_chat_template,
     load_target,
     make_config_drafter,
     with_questions,
@@ -137,7 +138,7 @@ def _other_prompts(config: DoctorConfig, model: Model) -> dict[str, Any]:
     They are in a dict by the config override that gives them, which is empty for a model without a
     template.
     """
-    if model.tokenizer is None or model.tokenizer.chat_template is None:
+    if not has_chat_template(model):
         return {}
     other = "true" if config.chat == "false" else "false"
     return {f"chat={other}": replace(config, chat=other).first_prompts(model)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -12,12 +11,10 @@ import jax
 from jax.sharding import Mesh
 
 from specjax import metrics
-from specjax.apps.rows.compare_outputs import Difference
 from specjax.apps.rows.records import DecodedRow, RunHeader
 from specjax.apps.rows.statistics import Figures, figures
 from specjax.apps.rows.weight_reads import weight_bandwidth
 from specjax.engine.generate import Generation
-from specjax.loading.texts.questions import Question
 from specjax.trees import FastestTree, RankedTree
 
 PLAIN = "plain"
@@ -62,78 +59,12 @@ class DrafterRun:
         """Return the figures of the finished rows, or None if there are none."""
         return figures(self.rows) if self.rows else None
 
-    def add(
-        self,
-        batch: int,
-        turn: int,
-        questions: Sequence[Question],
-        result: Generation,
-        plain: Generation | None,
-        differences: Sequence[Difference | None] | None,
-        repeated_speeds: Sequence[tuple[float, float]] = (),
-    ) -> list[DecodedRow]:
-        """Add the rows that were decoded together as one group; return their records.
-
-        The arguments are those of `decoded_rows`.
-        """
+    def add(self, result: Generation, rows: Sequence[DecodedRow]) -> None:
+        """Add the rows that were decoded together as one group, and the steps of their result."""
         self.step_limits += [
             (limits.longest, limits.confidence, rounds) for limits, rounds in result.step_limits
         ]
-        answers = (batch, turn, questions, result)
-        rows = decoded_rows(self.drafter, *answers, plain, differences, repeated_speeds)
         self.rows += rows
-        return rows
-
-
-def decoded_rows(
-    drafter: str,
-    batch: int,
-    turn: int,
-    questions: Sequence[Question],
-    result: Generation,
-    plain: Generation | None,
-    differences: Sequence[Difference | None] | None,
-    repeated_speeds: Sequence[tuple[float, float]] = (),
-) -> list[DecodedRow]:
-    """Return the records of the rows that a drafter decoded together as one group.
-
-    `batch` is the number of the group in the run, and `turn` (from 0) the turn of its
-    conversations. Entry i of `questions` is what row i answers; row i of `result` is the drafter's
-    answer, and row i of `plain` that of plain decoding, which is None if it was not run. Entry i of
-    `differences` is None if both answers are equal; `differences` is None if they are not compared.
-    `repeated_speeds` has, for each of several repeats, tokens/s of the drafter and of plain
-    decoding.
-    """
-    compared = differences or [None] * len(questions)
-    return [
-        DecodedRow(
-            drafter=drafter,
-            question_id=question.question_id,
-            category=question.category,
-            turn=turn,
-            prompt_hash=hashlib.sha256(repr(question).encode()).hexdigest()[:16],
-            token_ids=tuple(result.token_ids[index]),
-            text=result.texts[index],
-            finish_reason=result.finish_reasons[index],
-            text_error=failed.text_error if (failed := result.failed_rows.get(index)) else None,
-            logprobs=logprobs and tuple(logprobs),
-            **_rounds(result, index),
-            longest_path=result.longest_path,
-            batch=batch,
-            first_round=int(result.first_round[index]),
-            prefill_s=result.prefill_s,
-            decode_s=result.decode_s,
-            **asdict(result.times[index]),
-            plain_new_tokens=len(plain.token_ids[index]) if plain else None,
-            plain_prefill_s=plain.prefill_s if plain else None,
-            plain_decode_s=plain.decode_s if plain else None,
-            plain_passes=len(plain.passes()[0]) if plain else None,
-            identical=None if differences is None else compared[index] is None,
-            near_ties=compared[index].near_ties if compared[index] else (),
-            repeated_speeds=tuple(repeated_speeds),
-        )
-        for index, (question, logprobs) in enumerate(zip(questions, result.logprobs, strict=True))
-    ]
 
 
 @dataclass
@@ -207,16 +138,3 @@ def device_name(mesh: Mesh | None = None) -> str:
     sizes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
     several = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
     return f"{mesh.size} x {kind} ({sizes}){several}"
-
-
-def _rounds(result: Generation, index: int) -> dict[str, tuple[int, ...]]:
-    """Return the raw counts, by name, of the rounds in which row `index` was active."""
-    active = result.emitted[index] >= 0
-    counts = {
-        "drafted": result.drafted,
-        "accepted": result.accepted,
-        "emitted": result.emitted,
-        "width": result.width,
-        "drafter_index": result.drafter,
-    }
-    return {name: tuple(table[index][active].tolist()) for name, table in counts.items()}

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from scipy.special import stdtrit
 
 from specjax.apps.rows.records import DecodedRow
-from specjax.apps.rows.statistics import QUANTILE, figures, speedup_of
+from specjax.apps.rows.statistics import QUANTILE, figures, possible_speedup, speedup_of
 
 UNRESOLVED = 0.03
 """The relative half-width above which a confidence interval is too wide to be meaningful."""
@@ -90,6 +90,7 @@ class Speedup:
             )
 
         all_figures, same = figures(rows), {row.identical for row in rows}
+        possible = [possible_speedup([row] for row in of_batch) for of_batch in by_batch.values()]
         counts, drafts = all_figures.counts, any(row.longest_path for row in rows)
         return cls(
             drafter=rows[0].drafter,
@@ -106,7 +107,8 @@ class Speedup:
             identical=None if None in same else False not in same,
             predicted=predicted,
             draft_s=draft_s,
-            possible_speedup=possible_speedup(by_batch.values()) if drafts else None,
+            # A batch ends with its longest row.
+            possible_speedup=math.exp(fmean(map(math.log, possible))) if drafts else None,
         )
 
     @property
@@ -132,15 +134,6 @@ def speed_ratio(batches: Iterable[Sequence[float]]) -> Ratio:
     if 0 < error < math.inf:
         error *= stdtrit(sum(errors) ** 2 / sum(weights), QUANTILE)
     return Ratio(math.exp(mean), math.exp(mean - error), math.exp(mean + error))
-
-
-def possible_speedup(batches: Iterable[Sequence[DecodedRow]]) -> float:
-    """Return the geometric mean over batches of the largest acceptance length of a row.
-
-    A round costs at least a pass of plain decoding, and a batch ends with its longest row.
-    """
-    largest = (max(1 + fmean(row.accepted) for row in rows) for rows in batches)
-    return math.exp(fmean(map(math.log, largest)))
 
 
 def median_repeat(speeds: Sequence[tuple[float, float]]) -> int:

@@ -117,7 +117,7 @@ def figures(rows: Sequence[DecodedRow], timed: Sequence[DecodedRow] | None = Non
         plain_passes_per_second=_plain_passes_per_second(timed),
         speedup=speedup_of(both),
         speedup_interval=_speedup_interval(both),
-        possible_speedup=_possible_speedup([[*both]] if alone else [[row] for row in both]),
+        possible_speedup=possible_speedup([[*both]] if alone else [[row] for row in both]),
         repeats=repeats,
         speedup_range=speedup_range,
         plain_range=plain_range,
@@ -192,7 +192,7 @@ def _table(rows: Sequence[DecodedRow], name: str) -> np.ndarray:
     return table
 
 
-def _possible_speedup(groups: Iterable[Sequence[DecodedRow]]) -> float | None:
+def possible_speedup(groups: Iterable[Sequence[DecodedRow]]) -> float | None:
     """Return the largest acceptance length of a group of rows, or None without passes."""
     accepted = [[count for row in rows for count in row.accepted] for rows in groups]
     return max((1 + fmean(counts) for counts in accepted if counts), default=None)

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from specjax.apps.command_line.console import Screen
 from specjax.apps.rows.compare_outputs import Difference
-from specjax.apps.rows.decode_report import PLAIN, decoded_rows, device_name
+from specjax.apps.rows.decode_report import PLAIN, device_name
 from specjax.apps.rows.records import DecodedRow
 from specjax.apps.rows.report_file import ReportFile
 from specjax.apps.rows.speedups import Speedup
@@ -218,7 +218,7 @@ def measure_speedups(
         temperature=temperature, max_new_tokens=max_new_tokens, ignore_eos=True
     )
     chat = has_chat_template(model)
-    conversations = Conversations.read(model, questions, sampling, chat=chat, num_turns=1)
+    conversations = Conversations(model, questions, sampling, chat, num_turns=1)
     options = DecodeOptions(num_speculative_tokens=num_speculative_tokens, batch_size=batch_size)
     ways = []
     for name, drafter in {PLAIN: None, **drafters}.items():
@@ -236,11 +236,10 @@ def measure_speedups(
             log((number + len(results) / len(ways)) / len(units))
         if repeat == 0:
             continue
-        asked, baseline = [questions[index] for index in batch], results[plain].result
+        baseline = results[plain].result
         for way in others:
-            result = results[way].result
-            same = None if temperature else _same_tokens(result, baseline)
-            rows[way] += decoded_rows(way.name, number, 0, asked, result, baseline, same)
+            same = None if temperature else _same_tokens(results[way].result, baseline)
+            rows[way] += results[way].rows(way.name, number, questions, baseline, same)
     measured = []
     for way in others:
         predicted = draft_s = None

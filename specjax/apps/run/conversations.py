@@ -30,90 +30,73 @@ class Turn:
     requests: Sequence[Request]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Conversations:
-    """Questions for a target, with all turns that a run decodes.
+    """Questions for a target, of which the first `num_turns` turns are decoded, by default all.
 
-    `first[i]` are the token ids of question i's first prompt, and `last[i]` those of its last one
-    if earlier answers were empty. `rows[i]` is the number of turns of all questions before i. With
-    `chat` prompts go through the chat template. If there are `seeds`, each row has its own. The
-    errors of later turns without room for an answer are added to `refused`.
+    With `chat` prompts go through the chat template. A row has at most `max_length` tokens, by
+    default as many as the target has positions. If there are `seeds`, each row has its own. The
+    errors of later turns that leave no room for an answer are added to `refused`. Raises InputError
+    for prompts that cannot be encoded, and NoRoomError for those that leave no room for an answer,
+    however short earlier answers are.
     """
 
     model: Model
     questions: Sequence[Question]
-    rows: Sequence[int]
-    chat: bool
     sampling: SamplingParams
+    chat: bool
+    num_turns: int | None = None
     max_length: int | None = None
     seeds: Sequence[int] = ()
-    first: Sequence[Sequence[int]] = ()
-    last: Sequence[Sequence[int]] = ()
     refused: list[NoRoomError] = field(default_factory=list)
+    rows: list[int] = field(init=False)
+    """The number of rows, that is turns, of all questions before each one, and of all together."""
+    first: list[Sequence[int]] = field(init=False)
+    """The token ids of each question's first prompt."""
+    last: list[Sequence[int]] = field(init=False)
+    """The token ids of each question's last prompt if all earlier answers were empty."""
 
-    @classmethod
-    def read(
-        cls,
-        model: Model,
-        questions: Sequence[Question],
-        sampling: SamplingParams,
-        *,
-        chat: bool,
-        num_turns: int | None = None,
-        max_length: int | None = None,
-    ) -> Conversations:
-        """Return the conversations of `questions`, the first `num_turns` turns of each.
-
-        A row has at most `max_length` tokens, by default as many as the target has positions.
-        Raises InputError for prompts that cannot be encoded, and NoRoomError for those that leave
-        no room for an answer, however short earlier answers are.
-        """
-        counts = [len(question.turns[:num_turns]) for question in questions]
-        rows = list(itertools.accumulate(counts, initial=0))
-        one = cls(model, questions, rows, chat, sampling, max_length)
-        prompts = [question.prompt(chat=chat) for question in questions]
-        names = [one.name(question.question_id, 0) for question in questions]
-        options = {"sampling": sampling, "max_length": max_length, "names": names}
-        first = [request.prompt for request in encode_requests(model, prompts, **options)]
-        last = [
-            ids if count == 1 else one._last_prompt(question, count - 1)
-            for question, count, ids in zip(questions, counts, first, strict=True)
-        ]
-        return replace(one, first=first, last=last)
-
-    def _last_prompt(self, question: Question, turn: int) -> Sequence[int]:
-        """Return the token ids of turn `turn` of a question after empty answers."""
-        name = self.name(question.question_id, turn)
-        ids = encode_prompt(self.model, question.prompt([""] * turn, chat=True), name)
-        check_length(self.model, name, len(ids), longest_row(self.model, self.max_length))
-        return ids
-
-    @property
-    def num_rows(self) -> int:
-        """The number of turns of all questions."""
-        return self.rows[-1]
-
-    def num_turns(self, index: int) -> int:
-        """Return the number of turns of a question."""
-        return self.rows[index + 1] - self.rows[index]
+    def __post_init__(self) -> None:
+        counts = [len(question.turns[: self.num_turns]) for question in self.questions]
+        self.rows = list(itertools.accumulate(counts, initial=0))
+        prompts = [question.prompt(chat=self.chat) for question in self.questions]
+        names = [self.name(question.question_id, 0) for question in self.questions]
+        requests = encode_requests(
+            self.model, prompts, sampling=self.sampling, max_length=self.max_length, names=names
+        )
+        self.first = [request.prompt for request in requests]
+        self.last = list(self.first)
+        longest = longest_row(self.model, self.max_length)
+        for index, (question, count) in enumerate(zip(self.questions, counts, strict=True)):
+            if count > 1:
+                prompt = question.prompt([""] * (count - 1), chat=True)
+                name = self.name(question.question_id, count - 1)
+                self.last[index] = encode_prompt(self.model, prompt, name)
+                check_length(self.model, name, len(self.last[index]), longest)
 
     def num_tokens(self, index: int) -> int:
         """Return the maximum number of tokens of a question's turns and answers.
 
         An answer's text is rarely encoded in more tokens than were decoded.
         """
-        return len(self.last[index]) + self.num_turns(index) * self.sampling.max_new_tokens
+        turns = self.rows[index + 1] - self.rows[index]
+        return len(self.last[index]) + turns * self.sampling.max_new_tokens
 
     def name(self, question_id: int | str, turn: int) -> str:
         """Return what errors call a turn (from 0) of the question with this id."""
         name = f"question {question_id}"
-        return f"{name}, turn {turn + 1}" if self.num_rows > len(self.questions) else name
+        return f"{name}, turn {turn + 1}" if self.rows[-1] > len(self.questions) else name
 
-    def plan(self, drafter: LoadedDrafter | None, options: DecodeOptions) -> DecodePlan:
-        """Return a plan for all turns. Raises InputError for bad input."""
+    def plan(
+        self,
+        drafter: LoadedDrafter | None,
+        options: DecodeOptions,
+        sampling: SamplingParams | None = None,
+    ) -> DecodePlan:
+        """Return a plan for all turns, with other sampling if given. Raises InputError."""
         options = replace(options, batch_size=min(options.batch_size, len(self.questions)))
         most = max(map(self.num_tokens, range(len(self.questions))))
-        return plan_rows(self.model, drafter, options, most, [self.sampling])
+        return plan_rows(self.model, drafter, options, most, [sampling or self.sampling])
 
     def turn(self, number: int, answers: Mapping[int, Sequence[str]]) -> Turn | None:
         """Return turn `number` of those questions in `answers` that have it; None without any.
@@ -122,16 +105,17 @@ class Conversations:
         """
         requests: dict[int, Request] = {}
         for index, texts in answers.items():
-            if number < self.num_turns(index) and len(texts) == number:
+            row = self.rows[index] + number
+            if row < self.rows[index + 1] and len(texts) == number:
                 try:
-                    requests[index] = self._request(index, texts)
+                    requests[index] = self._request(index, row, texts)
                 except NoRoomError as error:
                     self.refused.append(error)
         return Turn(number, list(requests), list(requests.values())) if requests else None
 
-    def _request(self, index: int, answers: Sequence[str]) -> Request:
+    def _request(self, index: int, row: int, answers: Sequence[str]) -> Request:
         """Return the request of a question after `answers`; first turns have the index's number."""
-        ids, sampling = self.first[index], self.sampling
+        sampling, ids = self.sampling, self.first[index]
         if answers:
             question = self.questions[index]
             (request,) = encode_requests(
@@ -143,5 +127,5 @@ class Conversations:
             )
             ids = request.prompt
         if self.seeds:
-            sampling = replace(sampling, seed=self.seeds[self.rows[index] + len(answers)])
+            sampling = replace(sampling, seed=self.seeds[row])
         return Request(len(answers) * len(self.questions) + index, tuple(ids), sampling)

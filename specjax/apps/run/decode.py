@@ -36,6 +36,7 @@ from specjax.apps.command_line import command
 from specjax.apps.command_line.console import Screen
 from specjax.apps.command_line.mesh_config import open_mesh
 from specjax.apps.rows.decode_report import Clock, DrafterRun, summary
+from specjax.apps.rows.records import all_exact
 from specjax.apps.rows.report_file import ReportFile, check_writable
 from specjax.apps.rows.statistics import Figures
 from specjax.apps.run.conversations import Conversations
@@ -64,8 +65,6 @@ from specjax.methods.registry import METHODS, parts_of
 from specjax.sampling import RULES
 
 CONFIG = "decode_smollm2"
-DIFFERENT = 1
-"""Exit code if the output differs from plain decoding by more than rounding explains."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -117,11 +116,11 @@ def decode(config: DecodeConfig, *, verbose: bool = False) -> int:
     file = ReportFile(path, screen.say)
     interrupted, written = False, False
     bandwidth: float | None = None
-    conversations = Conversations.read(
+    conversations = Conversations(
         model,
         config.questions,
         config.sampling,
-        chat=config.uses_chat(model),
+        config.uses_chat(model),
         num_turns=1 if config.turns == "first" else None,
         max_length=config.options.max_length,
     )
@@ -165,8 +164,7 @@ def decode(config: DecodeConfig, *, verbose: bool = False) -> int:
         raise InputError(failure_message(model, failed))
     if line := others_to_try(model, [drafter.name for drafter in config.drafters]):
         screen.say(line, "dim")
-    differences = [row.difference for run in runs for row in run.rows if row.difference is not None]
-    return 0 if all(difference.excused for difference in differences) else DIFFERENT
+    return 0 if all(all_exact(run.rows) for run in runs) else command.DIFFERENT
 
 
 def _new_records(runs: Sequence[DrafterRun]) -> Iterator[dict[str, Any]]:

@@ -7,14 +7,12 @@ enter a slot that another row left.
 from __future__ import annotations
 
 import functools
-import itertools
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from specjax.apps.command_line.console import Marker, Screen
-from specjax.apps.rows.compare_outputs import Difference
 from specjax.apps.rows.decode_report import PLAIN, Clock, DrafterRun
 from specjax.apps.rows.records import DecodedRow
 from specjax.apps.rows.speedups import median_repeat
@@ -61,15 +59,20 @@ class Decoding:
         return any(drafter.replays for drafter in self.config.drafters)
 
     @property
+    def num_rows(self) -> int:
+        """The number of rows that each drafter decodes."""
+        return self.conversations.rows[-1]
+
+    @property
     def num_repeats(self) -> int:
         """The maximum number of times that each group is decoded."""
-        short = self.conversations.num_rows == 1 and self.config.compare
+        short = self.num_rows == 1 and self.config.compare
         return self.config.repeats or (_REPEATS if short else 1)
 
     @property
     def shows_texts(self) -> bool:
         """Whether texts are shown on the screen."""
-        return self.conversations.num_rows <= SHOWN_ROWS
+        return self.num_rows <= SHOWN_ROWS
 
     @property
     def groups(self) -> list[Sequence[int]]:
@@ -89,22 +92,24 @@ class Decoding:
         ways = self._ways()
         drafted = [way for way in ways if way is not self.plain]
         answered: dict[Way, list[Answers]] = defaultdict(list)
-        batches = itertools.count()
+        batch = 0
         for group in self.groups:
             repeats, interrupted = self._decode_group(group, ways)
             turns = range(len(repeats[0][ways[0]]))
-            chosen = [[self._choose(way, turn, repeats) for way in drafted] for turn in turns]
-            # An interruption within this loop would record the group for some drafters only.
-            for of_turn, batch in zip(chosen, batches, strict=False):
-                rows = []
-                for way, (answers, *compared) in zip(drafted, of_turn, strict=True):
-                    questions = [self.config.questions[i] for i in answers.turn.questions]
-                    of_batch = (batch, answers.turn.number, questions, answers.result)
-                    rows.append(way.run.add(*of_batch, *compared))
+            # Comparing takes long: an interruption must not add the group for some drafters only.
+            finished = [
+                [self._finish(way, turn, batch + turn, repeats) for way in drafted]
+                for turn in turns
+            ]
+            batch += len(turns)
+            for of_turn in finished:
+                for way, (answers, rows) in zip(drafted, of_turn, strict=True):
+                    way.run.add(answers.result, rows)
                     way.run.engine = engine_summary(way.program.engine.statistics)
                     answered[way].append(answers)
                 if self.shows_texts:
-                    self._show(drafted[0].plan, of_turn[0][0], rows)
+                    first = of_turn[0][0]
+                    self._show(drafted[0].plan, first, [rows for _, rows in of_turn])
             yield
             if interrupted:
                 raise KeyboardInterrupt
@@ -186,34 +191,30 @@ class Decoding:
         next_end = seconds * (1 + 1 / len(repeats))
         return self.config.repeats is not None or next_end < _SHORT_S
 
-    def _choose(
-        self, way: Way, turn: int, repeats: Sequence[_Repeat]
-    ) -> tuple[
-        Answers, Generation | None, list[Difference | None] | None, list[tuple[float, float]]
-    ]:
-        """Return the answers to report for a turn of a group, and plain decoding's result.
+    def _finish(
+        self, way: Way, turn: int, batch: int, repeats: Sequence[_Repeat]
+    ) -> tuple[Answers, list[DecodedRow]]:
+        """Return the answers to report for a turn of a group, the run's group `batch`, as rows too.
 
-        Then the differences of rows, and the tokens/s of both in each of several repeats. The
-        answers are from the repeat with the median speed-up, or from the first one whose tokens
+        They are from the repeat with the median speed-up, or from the first one whose tokens
         differ.
         """
-        ours = [repeat[way][turn] for repeat in repeats]
+        ours, questions = [repeat[way][turn] for repeat in repeats], self.config.questions
         if self.plain is None:
-            return ours[0], None, None, []
+            return ours[0], ours[0].rows(way.name, batch, questions, None, None)
         plain = [repeat[self.plain][turn].result for repeat in repeats]
+        pairs = list(zip(ours, plain, strict=True))
         compared = self.config.compare and self.config.comparable
         differences = [
-            one.differences(way.plan, other) if compared else None
-            for one, other in zip(ours, plain, strict=True)
+            one.differences(way.plan, other) if compared else None for one, other in pairs
         ]
-        speeds = [
-            (one.result.tokens_per_second, other.tokens_per_second)
-            for one, other in zip(ours, plain, strict=True)
-            if len(repeats) > 1
-        ]
+        speeds = []
+        if len(repeats) > 1:
+            speeds = [(o.result.tokens_per_second, p.tokens_per_second) for o, p in pairs]
         different = [number for number, rows in enumerate(differences) if rows and any(rows)]
         number = different[0] if different else median_repeat(speeds) if speeds else 0
-        return ours[number], plain[number], differences[number], speeds
+        found = (plain[number], differences[number], speeds)
+        return ours[number], ours[number].rows(way.name, batch, questions, *found)
 
     def _decode(self, way: Way, turn: Turn, *, repeat: int = 1) -> Generation:
         """Decode a turn of a group, showing progress; `repeat` is the number of the repeat, from 1.
@@ -232,7 +233,7 @@ class Decoding:
         marker = Marker(way.plan.model.tokenizer)
         statistics = way.program.engine.statistics
         decoded, ended = len(self.runs[0].rows), 0
-        total = self.conversations.num_rows
+        total = self.num_rows
         ways = len(self.runs) + (self.plain is not None)
         label = way.name + f", repeat {repeat}" * (self.num_repeats > 1)
 
@@ -270,16 +271,16 @@ class Decoding:
         `first` are the answers of the first drafter, whose plan is `plan`.
         """
         alone, turn = len(first.turn.questions) == 1, first.turn
-        for number, question in enumerate(turn.questions):
+        for number in range(len(turn.questions)):
             if not alone:
                 self._show_question(turn, number)
                 self.screen.text(_pieces(plan, first.result, number))
             for run, run_rows in zip(self.runs, rows, strict=True):
                 row = run_rows[number]
-                if self.conversations.num_rows == len(rows) == 1 and row.finish_reason != "error":
+                if self.num_rows == len(rows) == 1 and row.finish_reason != "error":
                     self.screen.row_length(row)  # the results say the rest
                     continue
-                several = alone and self.conversations.num_turns(question) > 1
+                several = alone and self.num_rows > len(self.config.questions)
                 names = [f"turn {turn.number + 1}"] * several + [run.drafter] * (len(rows) > 1)
                 brief = run is not self.runs[0]
                 self.screen.row_result(row, ", ".join(names), brief=brief, timed=alone)

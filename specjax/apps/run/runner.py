@@ -6,9 +6,10 @@ slow phase of the machine affects all of them.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 from jax.sharding import Mesh
@@ -20,6 +21,7 @@ from specjax.apps.rows.records import Conditions, DecodedRow, RunHeader
 from specjax.apps.run.conversations import Conversations, Turn
 from specjax.apps.run.decode_config import ConfigDrafter, DecodeConfig, DrafterConfig
 from specjax.apps.tuning.weight_bandwidth import pass_bytes
+from specjax.controllers import Fixed
 from specjax.drafters import DRAFTER_KIND
 from specjax.engine.engine import Engine
 from specjax.engine.generate import Generation, decode_requests, open_engine
@@ -29,6 +31,7 @@ from specjax.engine.requests import Request
 from specjax.errors import InputError
 from specjax.files.package_versions import versions
 from specjax.loading.model import Model
+from specjax.loading.texts.questions import Question
 
 
 @dataclass(eq=False)
@@ -64,16 +67,15 @@ class Program:
 
 @dataclass(eq=False)
 class Way:
-    """A way to decode: its name, its program, and the run that its rows are added to, if any."""
+    """A way to decode: its name, its program, and the run that its rows are added to, if any.
+
+    `limit` is the maximum number of draft tokens, if it is less than the program's.
+    """
 
     name: str
     program: Program
     run: DrafterRun | None = None
-
-    @property
-    def label(self) -> str:
-        """What errors and lines of progress call the way."""
-        return self.name
+    limit: int | None = None
 
     @property
     def plan(self) -> DecodePlan:
@@ -82,7 +84,13 @@ class Way:
 
     def decode(self, turn: Turn, follow: Callable[[list[Delta]], None] | None = None) -> Generation:
         """Decode the requests of a turn; `follow` is called with the deltas of each step."""
-        return decode_requests(self.plan, turn.requests, engine=self.program.engine, follow=follow)
+        engine, drafter = self.program.engine, self.plan.loop.drafter
+        if self.limit is not None:
+            engine.control(Fixed(self.limit))
+        result = decode_requests(self.plan, turn.requests, engine=engine, follow=follow)
+        if self.limit is None or any(part.branches for part in drafter.parts):
+            return result
+        return replace(result, longest_path=min(result.longest_path, self.limit))
 
 
 @dataclass(frozen=True)
@@ -91,6 +99,56 @@ class Answers:
 
     turn: Turn
     result: Generation
+
+    def rows(
+        self,
+        drafter: str,
+        batch: int,
+        questions: Sequence[Question],
+        plain: Generation | None,
+        differences: Sequence[Difference | None] | None,
+        repeated_speeds: Sequence[tuple[float, float]] = (),
+    ) -> list[DecodedRow]:
+        """Return the records of the answers of a drafter, which were decoded as one group.
+
+        `batch` is the number of the group in the run, and `questions` are those of the
+        conversations. Row i of `plain` is plain decoding's answer; `plain` is None if it was not
+        run. Entry i of `differences` is None if both answers are equal; `differences` is None if
+        they are not compared. `repeated_speeds` has, for each of several repeats, tokens/s of the
+        drafter and of plain decoding.
+        """
+        result = self.result
+        asked = [questions[index] for index in self.turn.questions]
+        compared = differences or [None] * len(asked)
+        return [
+            DecodedRow(
+                drafter=drafter,
+                question_id=question.question_id,
+                category=question.category,
+                turn=self.turn.number,
+                prompt_hash=hashlib.sha256(repr(question).encode()).hexdigest()[:16],
+                token_ids=tuple(result.token_ids[index]),
+                text=result.texts[index],
+                finish_reason=result.finish_reasons[index],
+                text_error=failed.text_error if (failed := result.failed_rows.get(index)) else None,
+                logprobs=logprobs and tuple(logprobs),
+                **_rounds(result, index),
+                longest_path=result.longest_path,
+                batch=batch,
+                first_round=int(result.first_round[index]),
+                prefill_s=result.prefill_s,
+                decode_s=result.decode_s,
+                **asdict(result.times[index]),
+                plain_new_tokens=len(plain.token_ids[index]) if plain else None,
+                plain_prefill_s=plain.prefill_s if plain else None,
+                plain_decode_s=plain.decode_s if plain else None,
+                plain_passes=len(plain.passes()[0]) if plain else None,
+                identical=None if differences is None else compared[index] is None,
+                near_ties=compared[index].near_ties if compared[index] else (),
+                repeated_speeds=tuple(repeated_speeds),
+            )
+            for index, (question, logprobs) in enumerate(zip(asked, result.logprobs, strict=True))
+        ]
 
     def differences(self, plan: DecodePlan, plain: Generation) -> list[Difference | None]:
         """Return each row's difference from plain decoding; `plan` is the plan of the way."""
@@ -128,7 +186,7 @@ def check_answered(conversations: Conversations, way: Way, answers: Sequence[Ans
     """Raise InputError if a row of a way failed."""
     failed = {
         f"{conversations.name(conversations.questions[index].question_id, one.turn.number)}, "
-        f"with {way.label}": one.result.failed_rows[row]
+        f"with {way.name}": one.result.failed_rows[row]
         for one in answers
         for row, index in enumerate(one.turn.questions)
         if row in one.result.failed_rows
@@ -173,3 +231,16 @@ def turn_order(ways: int, repeat: int) -> list[int]:
     equally, and each pair of repeats starts with another way.
     """
     return np.roll(range(ways), -(repeat // 2))[:: -1 if repeat % 2 else 1].tolist()
+
+
+def _rounds(result: Generation, index: int) -> dict[str, tuple[int, ...]]:
+    """Return the raw counts, by name, of the rounds in which row `index` was active."""
+    active = result.emitted[index] >= 0
+    counts = {
+        "drafted": result.drafted,
+        "accepted": result.accepted,
+        "emitted": result.emitted,
+        "width": result.width,
+        "drafter_index": result.drafter,
+    }
+    return {name: tuple(table[index][active].tolist()) for name, table in counts.items()}

@@ -37,9 +37,11 @@ class Programs:
         """Return the program of a cell. Raises InputError."""
         length = AUTO if cell.length == AUTO else FIXED
         options = replace(cell.config.options, num_speculative_tokens=length)
-        conversations = replace(self._conversations, sampling=cell.config.sampling)
-        plan = conversations.plan(self.drafter(cell).loaded, options)
-        return self._programs.setdefault((cell.entry, plan.loop, length), Program(plan))
+        loaded = self.drafter(cell).loaded
+        plan = self._conversations.plan(loaded, options, cell.config.sampling)
+        # An engine keeps the limit of its latest cell, so that lengths that are no numbers need others.
+        key = cell.entry, plan.loop, None if isinstance(cell.length, int) else cell.length
+        return self._programs.setdefault(key, Program(plan))
 
     def close_all_but(self, used: Collection[Program]) -> None:
         """Free the caches of all programs but those in `used`."""

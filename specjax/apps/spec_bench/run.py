@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from specjax.apps.command_line.console import Screen
 from specjax.apps.rows.decode_report import Clock, summary
+from specjax.apps.rows.records import all_exact
 from specjax.apps.rows.report_file import ReportFile
 from specjax.apps.run.conversations import Conversations, Turn
 from specjax.apps.run.decode_config import has_chat_template, load_target
@@ -32,7 +33,6 @@ from specjax.apps.spec_bench.answers_file import finished_rows
 from specjax.apps.spec_bench.config import Cell, SpecBenchConfig
 from specjax.apps.spec_bench.programs import Programs
 from specjax.apps.tuning.weight_bandwidth import memory_bandwidth
-from specjax.controllers import Fixed
 from specjax.engine.generate import Generation
 from specjax.engine.plan import longest_row
 from specjax.errors import InputError
@@ -48,25 +48,6 @@ class _Way(Way):
     path: Path
     file: ReportFile
     clock: Clock = field(default_factory=Clock)
-
-    @property
-    def label(self) -> str:
-        """The drafter with its options, and its draft length if that is a number."""
-        return self.cell.entry if self.limit is None else f"{self.cell.entry}, {self.limit}"
-
-    @property
-    def limit(self) -> int | None:
-        """The maximum number of draft tokens, if the draft length is a number."""
-        return self.cell.length if isinstance(self.cell.length, int) else None
-
-    @property
-    def longest_path(self) -> int | None:
-        """The maximum number of tokens on a path of a draft; in a chain, at most the limit."""
-        drafter = self.plan.loop.drafter
-        longest = drafter.num_speculative_tokens
-        if self.limit is None or any(part.branches for part in drafter.parts):
-            return longest
-        return min(longest, self.limit)
 
     @functools.cached_property
     def answered(self) -> set[int | str]:
@@ -91,13 +72,14 @@ class Measuring:
             self._programs = Programs(config, self._conversations, screen)
             self._ways = []
             for cell, path, done in zip(config.cells, paths, rows, strict=True):
-                (drafter,) = cell.config.drafters
-                made = self._programs.drafter(cell)
+                (drafter,), made = cell.config.drafters, self._programs.drafter(cell)
+                limit = cell.length if isinstance(cell.length, int) else None
                 self._ways.append(
                     _Way(
-                        drafter.name,
+                        cell.entry if limit is None else f"{cell.entry}, {limit}",
                         self._programs.program(cell),
                         open_run(cell.config, drafter, made, self.model, mesh, done),
+                        limit,
                         cell=cell,
                         path=path,
                         file=ReportFile(path, screen.say, resumed=bool(done)),
@@ -118,12 +100,7 @@ class Measuring:
     @property
     def exact(self) -> bool:
         """Whether all answers that must equal plain decoding's do so, except for near-ties."""
-        return all(
-            row.difference is not None and row.difference.excused
-            for way in self._ways
-            for row in way.run.rows
-            if row.identical is False
-        )
+        return all(all_exact(way.run.rows) for way in self._ways)
 
     def measure(self) -> None:
         """Measure all unfinished units. Raises InputError if a row fails or writing fails."""
@@ -153,26 +130,23 @@ class Measuring:
         self._screen.rest()
 
     def _decode(self, way: _Way, turn: Turn) -> Generation:
-        """Decode a turn of a question with the draft length of a cell."""
-        way.program.open(way.name, turn.requests, self._screen, way.clock)
-        if way.limit is not None:
-            way.program.engine.control(Fixed(way.limit))
-        return replace(way.decode(turn), longest_path=way.longest_path)
+        way.program.open(way.run.drafter, turn.requests, self._screen, way.clock)
+        return way.decode(turn)
 
     def _record(self, way: _Way, answers: Sequence[Answers], baseline: Sequence[Answers]) -> None:
         """Append the rows of a finished unit to the cell's file, and show the progress.
 
         `answers` and `baseline` are what the cell and plain decoding answered, by turn.
         """
+        (number,) = answers[0].turn.questions
         for one, plain in zip(answers, baseline, strict=True):
-            (number,), turn = one.turn.questions, one.turn.number
-            question = self._config.chosen[number]
-            differences = None
+            same = None
             if way.cell.config.comparable:
-                differences = one.differences(way.plan, plain.result)
-            batch = self._conversations.rows[number] + turn
-            way.run.add(batch, turn, [question], one.result, plain.result, differences)
-        way.answered.add(question.question_id)
+                same = one.differences(way.plan, plain.result)
+            batch = self._conversations.rows[number] + one.turn.number
+            rows = one.rows(way.run.drafter, batch, self._config.chosen, plain.result, same)
+            way.run.add(one.result, rows)
+        way.answered.add(self._config.chosen[number].question_id)
         records = way.run.new_records()
         if len(way.answered) == len(self._config.chosen):
             end = summary(way.run, way.clock, memory_bandwidth=memory_bandwidth())
@@ -181,7 +155,7 @@ class Measuring:
         seconds = sum(one.result.decode_s for one in answers)
         speed = sum(one.result.new_tokens for one in answers) / seconds
         done = self.num_finished
-        self._screen.progress(way.label, done, self.num_units, speed, done / self.num_units)
+        self._screen.progress(way.name, done, self.num_units, speed, done / self.num_units)
 
 
 def _conversations(config: SpecBenchConfig, model: Model) -> Conversations:
@@ -194,8 +168,9 @@ def _conversations(config: SpecBenchConfig, model: Model) -> Conversations:
                 f"{model.name} no chat template; use turns=first"
             )
     sampling = config.cells[0].config.sampling
-    limits = {"chat": chat, "max_length": options.max_length}
-    conversations = Conversations.read(model, config.chosen, sampling, **limits)
+    conversations = Conversations(
+        model, config.chosen, sampling, chat, max_length=options.max_length
+    )
     longest = longest_row(model, options.max_length)
     for index, question in enumerate(config.chosen):
         if conversations.num_tokens(index) > longest:
@@ -204,6 +179,6 @@ def _conversations(config: SpecBenchConfig, model: Model) -> Conversations:
                 f"answers of up to {config.max_new_tokens} do not fit into {longest}; lower "
                 "max_new_tokens, use turns=first, or leave the question out"
             )
-    rows = range(conversations.num_rows)
-    seeds = [derived_seed(options.seed, "spec_bench", row) for row in rows]
-    return replace(conversations, seeds=seeds)
+    rows = range(conversations.rows[-1])
+    conversations.seeds = [derived_seed(options.seed, "spec_bench", row) for row in rows]
+    return conversations
