@@ -12,10 +12,13 @@ import pytest
 import reports
 from bad_input import refused, refused_command
 from commands import start
+from rich.console import Console
 
 import specjax
 from specjax import theory
 from specjax.apps.command_line.command import DIFFERENT
+from specjax.apps.command_line.config_file import config_of, overridden
+from specjax.apps.command_line.console import Screen
 from specjax.apps.report import html_page, tables
 from specjax.apps.report.best_length import best_lengths
 from specjax.apps.report.runs import Entry, labels
@@ -23,6 +26,8 @@ from specjax.apps.rows.records import read_report
 from specjax.apps.rows.statistics import OVERALL
 from specjax.apps.spec_bench import command
 from specjax.apps.spec_bench.answers_file import finished_rows
+from specjax.apps.spec_bench.config import SpecBenchConfig, read_spec_bench_config
+from specjax.apps.spec_bench.run import Measuring
 from specjax.engine import programs
 from specjax.fields import Whole
 from specjax.loading.load import load_model, save_model
@@ -204,6 +209,19 @@ def test_killed_and_resumed_it_is_the_same_run(whole, folder, tmp_path, capsys):
     assert before == {path: path.read_bytes() for path in (out / "answers").iterdir()}
     for path in before:
         assert read_report(path).end.interrupted is False
+
+
+def test_lengths_that_are_no_numbers_have_engines_of_their_own(folder, tmp_path):
+    """An engine keeps the limit of the cell that used it last."""
+    argv = arguments(folder, tmp_path, num_speculative_tokens=("fixed", 1, 8))
+    written = overridden(config_of(SpecBenchConfig), argv, SpecBenchConfig).to_dict()
+    screen = Screen(Console(quiet=True))
+    measuring = Measuring(read_spec_bench_config(written), tmp_path, None, screen)
+    ways = [way for way in measuring._ways if way.cell.entry == NGRAM]
+    fixed, *numbers = (way.program for way in ways)
+    assert fixed.plan.loop == numbers[0].plan.loop
+    assert fixed is not numbers[0]
+    assert numbers[0] is numbers[1]
 
 
 def test_a_file_that_begins_with_half_a_unit_begins_anew(whole, tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,7 +36,7 @@ from specjax.engine.options import AUTO, FIXED, DecodeOptions
 from specjax.engine.requests import SamplingParams, groups
 from specjax.files.log import share_logger
 from specjax.loading.model import Model
-from specjax.loading.texts.questions import Question, spread
+from specjax.loading.texts.questions import Question, digest, spread
 
 _CONTROL = "plain, again"
 """The name of plain decoding by another engine; its ratio shows the noise of the machine."""
@@ -101,7 +100,7 @@ def measure_all(
     screen = Screen(console)
     with screen.working(f"loading {config.target}"):
         model, questions = processes.together(load)
-    processes.agree({"prompts": hashlib.sha256(repr(questions).encode()).hexdigest()[:16]})
+    processes.agree({"prompts": digest(questions)})
     where = device_name(mesh)
     console.print(f"{model.name}, {model.weights}, {where}")
     with screen.working("measuring memory bandwidth"):
@@ -222,7 +221,8 @@ def measure_speedups(
     options = DecodeOptions(num_speculative_tokens=num_speculative_tokens, batch_size=batch_size)
     ways = []
     for name, drafter in {PLAIN: None, **drafters}.items():
-        plan = conversations.plan(drafter, options if drafter else options.without_drafts())
+        of_way = options if drafter is not None else options.without_drafts()
+        plan = conversations.plan(drafter, of_way)
         ways.append(Way(name, Program(plan, open_engine(plan))))
     plain, *others = ways
     batches, log = groups(range(count), batch_size), share_logger("decoding")

@@ -19,14 +19,12 @@ terminal; 141 if stdout is closed.
 from __future__ import annotations
 
 import functools
-import hashlib
 import inspect
 import itertools
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import Any, get_args
 
 from jax.sharding import Mesh
@@ -37,7 +35,7 @@ from specjax.apps.command_line.console import Screen
 from specjax.apps.command_line.mesh_config import open_mesh
 from specjax.apps.rows.decode_report import Clock, DrafterRun, summary
 from specjax.apps.rows.records import all_exact
-from specjax.apps.rows.report_file import ReportFile, check_writable
+from specjax.apps.rows.report_file import ReportFile, check_together
 from specjax.apps.rows.statistics import Figures
 from specjax.apps.run.conversations import Conversations
 from specjax.apps.run.decode_config import (
@@ -59,6 +57,7 @@ from specjax.engine.requests import SamplingParams
 from specjax.errors import InputError, one_line
 from specjax.fields import fields_of
 from specjax.loading.model import Model
+from specjax.loading.texts.questions import digest
 from specjax.methods.find_head import included_heads, shipped_heads
 from specjax.methods.method import Method
 from specjax.methods.registry import METHODS, parts_of
@@ -95,11 +94,8 @@ def decode(config: DecodeConfig, *, verbose: bool = False) -> int:
     mesh = open_mesh(config.mesh, config.distributed, config.written)
     writes = processes.is_first()
 
-    def check() -> Path | None:
-        return check_writable(config.report) if config.report is not None and writes else None
-
-    path = processes.together(check)
-    processes.agree({"prompts": hashlib.sha256(repr(config.questions).encode()).hexdigest()[:16]})
+    path = check_together(config.report)
+    processes.agree({"prompts": digest(config.questions)})
     console = Console(width=None if sys.stdout.isatty() else 100, quiet=not writes)
     screen, clock = Screen(console), Clock()
     model, drafters = _load(config, mesh, screen, clock)

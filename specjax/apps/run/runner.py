@@ -6,7 +6,6 @@ slow phase of the machine affects all of them.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -31,7 +30,7 @@ from specjax.engine.requests import Request
 from specjax.errors import InputError
 from specjax.files.package_versions import versions
 from specjax.loading.model import Model
-from specjax.loading.texts.questions import Question
+from specjax.loading.texts.questions import Question, digest
 
 
 @dataclass(eq=False)
@@ -126,7 +125,7 @@ class Answers:
                 question_id=question.question_id,
                 category=question.category,
                 turn=self.turn.number,
-                prompt_hash=hashlib.sha256(repr(question).encode()).hexdigest()[:16],
+                prompt_hash=digest(question),
                 token_ids=tuple(result.token_ids[index]),
                 text=result.texts[index],
                 finish_reason=result.finish_reasons[index],

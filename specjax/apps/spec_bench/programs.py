@@ -39,7 +39,7 @@ class Programs:
         options = replace(cell.config.options, num_speculative_tokens=length)
         loaded = self.drafter(cell).loaded
         plan = self._conversations.plan(loaded, options, cell.config.sampling)
-        # An engine keeps the limit of its latest cell, so that lengths that are no numbers need others.
+        # An engine keeps the limit of its latest cell, so other lengths need engines of their own.
         key = cell.entry, plan.loop, None if isinstance(cell.length, int) else cell.length
         return self._programs.setdefault(key, Program(plan))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,6 +43,11 @@ class Question:
             messages += [{"role": "user", "content": text}]
             messages += [{"role": "assistant", "content": answer}]
         return [*messages, {"role": "user", "content": self.turns[len(answers)]}]
+
+
+def digest(questions: Question | Sequence[Question]) -> str:
+    """Return a hash of one or several questions, in 16 hexadecimal digits."""
+    return hashlib.sha256(repr(questions).encode()).hexdigest()[:16]
 
 
 def read_questions(path: str | os.PathLike) -> list[Question]:
