@@ -12,7 +12,7 @@ from decoding import make_call
 from rich.console import Console
 
 from specjax.apps.rows.records import DecodedRow
-from specjax.apps.rows.speedups import Speedup, median_repeat, possible_speedup, speed_ratio
+from specjax.apps.rows.speedups import Speedup, median_repeat, speed_ratio
 from specjax.apps.run import bench, bench_run
 from specjax.apps.run.predicted_speedup import measure_round_costs
 from specjax.apps.run.runner import turn_order
@@ -114,8 +114,9 @@ def rows_of(*results, batch=0, question=0, **times):
 
 def test_the_possible_speedup_is_that_of_the_mean_of_ratios():
     """Tokens per pass over all results may be fewer than the mean of what each result allows."""
-    batches = [rows_of((3, 3)), rows_of((0, 0, 0, 0), (1, 1))]
-    assert possible_speedup(batches) == pytest.approx((4 * 2) ** 0.5)
+    rows = rows_of((3, 3)) + rows_of((0, 0, 0, 0), (1, 1), batch=1, question=1)
+    one = Speedup.of(rows, "fixed", 2, 0.0)
+    assert one.possible_speedup == pytest.approx((4 * 2) ** 0.5)
 
 
 def test_a_speedup_is_of_rows_by_batch_and_repeat():

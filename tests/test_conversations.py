@@ -4,12 +4,12 @@ import pytest
 
 from specjax.apps.run.conversations import Conversations
 from specjax.apps.run.runner import Program, Way, in_turn
+from specjax.drafters import make_drafter
 from specjax.engine.generate import decode_requests, generate
 from specjax.engine.options import DecodeOptions
 from specjax.engine.plan import NoRoomError
 from specjax.engine.requests import Request, SamplingParams
 from specjax.loading.texts.questions import Question
-from specjax.methods.ngram import Ngram
 
 QUESTIONS = [Question(1, "", ("a", "b")), Question(2, "", ("c",)), Question(3, "", ("a", "b"))]
 
@@ -41,7 +41,7 @@ def test_answers_become_history(chatty):
 
 
 def test_what_leaves_no_room_is_refused(chatty):
-    """Before any work if it is so whatever the answers are, and later for the conversation alone."""
+    """Before any work if no answers would help, and later for the conversation alone."""
     with pytest.raises(NoRoomError, match="question 3, turn 2 has"):
         conversations(chatty, [Question(3, "", ("a", "b " * 60))], max_length=60)
     some = conversations(chatty, max_length=60)
@@ -55,7 +55,7 @@ def test_all_ways_answer_the_first_one_s_conversation(chatty):
     some = conversations(chatty)
     ways = [
         Way(name, Program(some.plan(drafter, DecodeOptions(batch_size=2))))
-        for name, drafter in (("plain", None), ("ngram", Ngram()))
+        for name, drafter in (("plain", None), ("ngram", make_drafter("ngram", chatty)))
     ]
     found = dict(in_turn(some, [0, 2], ways, Way.decode))
     plain, drafted = (found[way] for way in ways)
@@ -73,7 +73,7 @@ def test_no_row_outgrows_its_caches(chatty):
     plan = conversations(chatty).plan(None, DecodeOptions())
     room = plan.loop.capacity
     sampling = SamplingParams(max_new_tokens=30, ignore_eos=True)
-    request = Request(0, tuple(range(5, 5 + room - 10)), sampling)
+    request = Request(0, tuple(5 + at % 70 for at in range(room - 10)), sampling)
     result = decode_requests(plan, [request])
     assert result.finish_reasons == ["length"]
     whole = generate(chatty, [list(request.prompt)], sampling=sampling)

@@ -15,6 +15,8 @@ from specjax.drafters import make_drafter
 from specjax.engine import device_rows, programs
 from specjax.engine.device_rows import DeviceRows
 from specjax.engine.engine import Engine
+from specjax.engine.options import DecodeOptions
+from specjax.engine.requests import SamplingParams
 from specjax.files import log
 from specjax.loading.load import load_model
 from specjax.loading.texts.questions import Question
@@ -132,8 +134,9 @@ def test_loading_tells_its_share(tmp_path, lines, monkeypatch):
 def test_a_bench_tells_its_share(chatty, lines, monkeypatch):
     monkeypatch.setattr(log, "QUIET_S", -1)
     drafters = {"ngram": make_drafter("ngram", chatty)}
-    options = dict(num_speculative_tokens="auto", batch_size=1, max_new_tokens=4, repeats=2)
-    bench_run.measure_speedups(chatty, [Question(1, "", ("abc",))], drafters, **options)
+    options = DecodeOptions(num_speculative_tokens="auto", batch_size=1)
+    sampling = SamplingParams(max_new_tokens=4, ignore_eos=True)
+    bench_run.measure_speedups(chatty, [Question(1, "", ("abc",))], drafters, options, sampling, 2)
     shares = [line for line in lines if line.startswith("decoding: ")]
     assert [line.split(",")[0] for line in shares] == [
         f"decoding: {share} %" for share in (17, 33, 50, 67, 83)

@@ -275,8 +275,8 @@ class TestDecode:
     def test_the_benchmark_keeps_its_figures(self, folder, tmp_path, monkeypatch, capsys):
         path = tmp_path / "r.jsonl"
 
-        def measure(model, ids, drafters, **options):
-            if options["num_speculative_tokens"] != "auto":
+        def measure(model, questions, drafters, options, *rest):
+            if options.num_speculative_tokens != "auto":
                 raise KeyboardInterrupt
             ratio = Ratio(1.5, 1.4, 1.6)
             numbers = (1, 1, 0.0, 1.5, 1.0, 1.0, 30.0, 20.0)

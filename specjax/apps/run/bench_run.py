@@ -32,7 +32,7 @@ from specjax.core.parameter_sizes import megabytes
 from specjax.distributed import processes
 from specjax.drafters import LoadedDrafter, make_drafter
 from specjax.engine.generate import Generation, open_engine
-from specjax.engine.options import AUTO, FIXED, DecodeOptions
+from specjax.engine.options import AUTO, DecodeOptions
 from specjax.engine.requests import SamplingParams, groups
 from specjax.files.log import share_logger
 from specjax.loading.model import Model
@@ -175,16 +175,15 @@ def _speedups(
             f"measuring {', '.join(drafters)}: num_speculative_tokens {length}, batch {batch}, "
             f"temperature {temperature:g}"
         )
+        options = DecodeOptions(num_speculative_tokens=length, batch_size=batch)
+        # Rows have equal lengths, since sampled rows would end at different lengths in each way of
+        # decoding, and slots that stay empty until the last row ends would make it look slow.
+        sampling = SamplingParams(
+            temperature=temperature, max_new_tokens=config.max_new_tokens, ignore_eos=True
+        )
         with screen.working(doing, timed=True):
             measured = measure_speedups(
-                model,
-                chosen,
-                {_CONTROL: None, **drafters},
-                num_speculative_tokens=length,
-                batch_size=batch,
-                temperature=temperature,
-                max_new_tokens=config.max_new_tokens,
-                repeats=config.runs,
+                model, chosen, {_CONTROL: None, **drafters}, options, sampling, config.runs
             )
         yield from measured
 
@@ -193,11 +192,8 @@ def measure_speedups(
     model: Model,
     questions: Sequence[Question],
     drafters: Mapping[str, LoadedDrafter | None],
-    *,
-    num_speculative_tokens: int | str = FIXED,
-    batch_size: int,
-    temperature: float = 0.0,
-    max_new_tokens: int,
+    options: DecodeOptions,
+    sampling: SamplingParams,
     repeats: int,
 ) -> list[Speedup]:
     """Decode first turns plainly and with each of `drafters`; return a result for each drafter.
@@ -206,26 +202,20 @@ def measure_speedups(
     how reliable ratios are on this machine.
 
     Every repeat decodes a batch in all ways in turn (`turn_order`), after one more as a warm-up.
-    All engines exist at once, each with its caches. All rows emit `max_new_tokens`. Questions are
-    repeated to fill the last batch. Raises InputError if a row fails.
+    All engines exist at once, each with its caches. Questions are repeated to fill the last batch.
+    Raises InputError if a row fails.
     """
-    count = -(-len(questions) // batch_size) * batch_size
+    count = -(-len(questions) // options.batch_size) * options.batch_size
     questions = list(itertools.islice(itertools.cycle(questions), count))
-    # Rows have equal lengths, since sampled rows would end at different lengths in each way of
-    # decoding, and slots that stay empty until the last row ends would make that way look slow.
-    sampling = SamplingParams(
-        temperature=temperature, max_new_tokens=max_new_tokens, ignore_eos=True
-    )
     chat = has_chat_template(model)
     conversations = Conversations(model, questions, sampling, chat, num_turns=1)
-    options = DecodeOptions(num_speculative_tokens=num_speculative_tokens, batch_size=batch_size)
     ways = []
     for name, drafter in {PLAIN: None, **drafters}.items():
         of_way = options if drafter is not None else options.without_drafts()
         plan = conversations.plan(drafter, of_way)
         ways.append(Way(name, Program(plan, open_engine(plan))))
     plain, *others = ways
-    batches, log = groups(range(count), batch_size), share_logger("decoding")
+    batches, log = groups(range(count), options.batch_size), share_logger("decoding")
     rows: dict[Way, list[DecodedRow]] = defaultdict(list)
     units = list(itertools.product(range(repeats + 1), batches))
     for number, (repeat, batch) in enumerate(units):
@@ -238,16 +228,16 @@ def measure_speedups(
             continue
         baseline = results[plain].result
         for way in others:
-            same = None if temperature else _same_tokens(results[way].result, baseline)
+            same = None if sampling.temperature else _same_tokens(results[way].result, baseline)
             rows[way] += results[way].rows(way.name, number, questions, baseline, same)
     measured = []
     for way in others:
         predicted = draft_s = None
-        if drafters[way.name] is not None and num_speculative_tokens != AUTO:
+        if drafters[way.name] is not None and options.num_speculative_tokens != AUTO:
             requests = conversations.turn(0, dict.fromkeys(range(count), ())).requests
-            parts = measure_round_costs(way.plan, requests, max_new_tokens)
+            parts = measure_round_costs(way.plan, requests, sampling.max_new_tokens)
             predicted, draft_s = parts.speedup_of(rows[way]), parts.draft_s
-        conditions = (num_speculative_tokens, batch_size, temperature)
+        conditions = (options.num_speculative_tokens, options.batch_size, sampling.temperature)
         measured.append(Speedup.of(rows[way], *conditions, predicted, draft_s))
     return measured
 

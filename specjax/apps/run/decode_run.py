@@ -109,7 +109,8 @@ class Decoding:
                     answered[way].append(answers)
                 if self.shows_texts:
                     first = of_turn[0][0]
-                    self._show(drafted[0].plan, first, [rows for _, rows in of_turn])
+                    run_rows = [rows for _, rows in of_turn]
+                    self._show(drafted[0].plan, first, run_rows, alone=len(group) == 1)
             yield
             if interrupted:
                 raise KeyboardInterrupt
@@ -169,7 +170,8 @@ class Decoding:
                 order = [ways[number] for number in turn_order(len(ways), len(repeats))]
                 asked = [one.turn for one in repeats[0][ways[0]]] if repeats else ()
                 repeats.append({})
-                decode = functools.partial(self._decode, repeat=len(repeats))
+                shown = len(group) == 1 and self.shows_texts and len(repeats) == 1
+                decode = functools.partial(self._decode, repeat=len(repeats), shown=shown)
                 repeats[-1] |= in_turn(self.conversations, group, order, decode, asked)
         except KeyboardInterrupt:
             interrupted = True
@@ -216,17 +218,16 @@ class Decoding:
         found = (plain[number], differences[number], speeds)
         return ours[number], ours[number].rows(way.name, batch, questions, *found)
 
-    def _decode(self, way: Way, turn: Turn, *, repeat: int = 1) -> Generation:
-        """Decode a turn of a group, showing progress; `repeat` is the number of the repeat, from 1.
+    def _decode(self, way: Way, turn: Turn, *, repeat: int = 1, shown: bool = False) -> Generation:
+        """Decode a turn of a group, showing progress, and if `shown` the first drafter's text.
 
-        The text of the first drafter is shown if the group is a single row.
+        `repeat` is the number of the repeat, from 1.
         """
         if way is self.plain and repeat == 1:
             recorded = self.recorded.pop(turn.requests[0].number, None)
             if recorded is not None:
                 return recorded
-        first = way.run is self.runs[0] and repeat == 1
-        shown = first and self.shows_texts and len(turn.questions) == 1
+        shown = shown and way.run is self.runs[0]
         way.program.open(way.name, turn.requests, self.screen, self.clock)
         if shown and self.screen.live:
             self._show_question(turn, 0)
@@ -265,12 +266,20 @@ class Decoding:
     def _show_question(self, turn: Turn, row: int) -> None:
         self.screen.question(turn.questions[row] + 1, self.config.questions, turn.number)
 
-    def _show(self, plan: DecodePlan, first: Answers, rows: Sequence[Sequence[DecodedRow]]) -> None:
-        """Show the texts of a turn of a group, unless `_decode` did, and the result of each row.
+    def _show(
+        self,
+        plan: DecodePlan,
+        first: Answers,
+        rows: Sequence[Sequence[DecodedRow]],
+        *,
+        alone: bool,
+    ) -> None:
+        """Show the texts of a turn of a group, unless it is `alone`, and the result of each row.
 
-        `first` are the answers of the first drafter, whose plan is `plan`.
+        `first` are the answers of the first drafter, whose plan is `plan`. `_decode` showed the
+        text of a group of one question.
         """
-        alone, turn = len(first.turn.questions) == 1, first.turn
+        turn = first.turn
         for number in range(len(turn.questions)):
             if not alone:
                 self._show_question(turn, number)

@@ -183,15 +183,12 @@ def in_turn(
 
 def check_answered(conversations: Conversations, way: Way, answers: Sequence[Answers]) -> None:
     """Raise InputError if a row of a way failed."""
-    failed = {
-        f"{conversations.name(conversations.questions[index].question_id, one.turn.number)}, "
-        f"with {way.name}": one.result.failed_rows[row]
-        for one in answers
-        for row, index in enumerate(one.turn.questions)
-        if row in one.result.failed_rows
-    }
-    if failed:
-        raise InputError(failure_message(conversations.model, failed))
+    for one in answers:
+        for row, failure in one.result.failed_rows.items():
+            question = conversations.questions[one.turn.questions[row]]
+            name = conversations.name(question.question_id, one.turn.number)
+            named = {f"{name}, with {way.name}": failure}
+            raise InputError(failure_message(conversations.model, named))
 
 
 def open_run(
