@@ -238,7 +238,7 @@ def run_in_turn(
 
     An iteration before the first only warms all of them up.
     """
-    from specjax.apps.run.ways import turn_order
+    from specjax.apps.run.runner import turn_order
 
     names, rates, outputs = list(systems), {name: [] for name in systems}, {}
     for run in range(_RUNS.value + 1):

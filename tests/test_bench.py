@@ -7,19 +7,18 @@ import math
 
 import numpy as np
 import pytest
+import reports
 from decoding import make_call
 from rich.console import Console
 
+from specjax.apps.rows.records import DecodedRow
+from specjax.apps.rows.speedups import Speedup, median_repeat, speed_ratio
 from specjax.apps.run import bench, bench_run
-from specjax.apps.run.measure_speedups import (
-    Speedup,
-    _possible_speedup,
-    speed_ratio,
-)
 from specjax.apps.run.predicted_speedup import measure_round_costs
-from specjax.apps.run.ways import median_repeat, speedup_of, turn_order
+from specjax.apps.run.runner import turn_order
 from specjax.apps.tuning import measure_costs
 from specjax.engine.generate import Generation
+from specjax.fields import read_values
 from specjax.loading.load import save_model
 from specjax.methods.ngram import Ngram
 
@@ -99,17 +98,62 @@ def test_a_speedup_above_its_tokens_per_pass_says_so():
         assert bench_run._SPEEDUP_COLUMNS["speed-up"](one) == str(ratio)
 
 
+def rows_of(*results, batch=0, question=0, **times):
+    """Rows of a batch, each with the tokens that its passes accepted; times are of the batch."""
+    return [
+        read_values(
+            DecodedRow,
+            reports.row(
+                *(question + number, "qa", [(3, count, count + 1) for count in accepted], 2.0, 2.0),
+                **{"batch": batch, "longest_path": 3, **times},
+            ),
+        )
+        for number, accepted in enumerate(results)
+    ]
+
+
 def test_the_possible_speedup_is_that_of_the_mean_of_ratios():
     """Tokens per pass over all results may be fewer than the mean of what each result allows."""
-    counts = ([[3, 3, -1, -1]], [[0, 0, 0, 0], [1, 1, -1, -1]])
-    runs = [dataclasses.replace(took(1.0), accepted=np.array(accepted)) for accepted in counts]
-    assert _possible_speedup(runs) == pytest.approx((4 * 2) ** 0.5)
+    rows = rows_of((3, 3)) + rows_of((0, 0, 0, 0), (1, 1), batch=1, question=1)
+    one = Speedup.of(rows, "fixed", 2, 0.0)
+    assert one.possible_speedup == pytest.approx((4 * 2) ** 0.5)
+
+
+def test_a_speedup_is_of_rows_by_batch_and_repeat():
+    """Two batches of other questions in two repeats; with prefill 3 s against 1 + 2 e^0.1."""
+    slow = 2.0 * math.exp(0.1)
+    rows = [
+        row
+        for number, plain_s in enumerate((2.0, slow, 2.0, slow))
+        for row in rows_of(
+            *((1, 1), (0, 2)),
+            batch=number,
+            question=2 * (number % 2),
+            prefill_s=1.0,
+            plain_prefill_s=1.0,
+            plain_decode_s=plain_s,
+        )
+    ]
+    one = Speedup.of(rows, "fixed", 2, 0.0)
+    # Each batch is as fast in both repeats.
+    np.testing.assert_allclose(one.speedup, [math.exp(0.05)] * 3)
+    whole = ((1 + slow) / 3) ** 0.5
+    np.testing.assert_allclose(one.speedup_with_prefill, [whole] * 3)
+    assert (one.acceptance_length, one.mean_draft, one.share_drafted) == (2.0, 3.0, 1.0)
+    assert one.tokens_per_second == pytest.approx(4 * 8 / 8.0)
+    assert (one.identical, one.possible_speedup) == (True, pytest.approx(2.0))
+    different = dataclasses.replace(rows[0], identical=False)
+    assert Speedup.of([different, *rows[1:]], "fixed", 2, 0.0).identical is False
+    plain = [dataclasses.replace(row, longest_path=0) for row in rows]
+    assert Speedup.of(plain, "fixed", 2, 0.0).possible_speedup is None
 
 
 def test_a_pass_is_as_wide_as_the_widest_of_its_rows():
     """Of three rows the second begins a round late, and the third ends after one round."""
     width = np.array([[1, 4, 4], [4, 1, -1], [1, -1, -1]])
-    result = dataclasses.replace(took(1.0), width=width, first_round=np.array([0, 1, 0]))
+    none = np.zeros((3, 3), int)
+    counts = [width, *[none] * 4, np.array([0, 1, 0])]
+    result = Generation([[1]] * 3, [""] * 3, ["length"] * 3, [None] * 3, *counts, [], 1.0, 1.0)
     widths, rows = result.passes()
     assert widths.tolist() == [1, 4, 4]
     assert rows.tolist() == [2, 2, 2]
@@ -132,21 +176,13 @@ def test_the_parts_of_a_prediction_are_of_full_batches(tiny, monkeypatch):
     parts = measure_round_costs(*call, 8)
     assert asked == [(4, 6)]
     # Passes of 7, 7 and 5 s with drafts of half a second, for two tokens per round.
-    predicted = parts.speedup(2.0, np.array([3, 3, 1]))
-    assert predicted == pytest.approx(2 * 5 / (0.5 + (7 + 7 + 5) / 3))
-
-
-def took(decode_s):
-    """A generation of ten tokens that took so long, and a second before them."""
-    none = np.zeros((1, 10), int)
-    return Generation(
-        [list(range(10))], [""], ["length"], [None], *[none] * 5, none[:, 0], [], 1.0, decode_s
-    )
+    (row,) = rows_of((1, 1, 1), width=[3, 3, 1])
+    assert parts.speedup_of([row]) == pytest.approx(2 * 5 / (0.5 + (7 + 7 + 5) / 3))
 
 
 def batch(*logs):
-    """Pairs of plain decoding and "auto", which is faster by factors with these logarithms."""
-    return [(took(2.0 * math.exp(log)), took(2.0)) for log in logs]
+    """Speed-ups with these logarithms, one of each repeat."""
+    return [math.exp(log) for log in logs]
 
 
 EVEN = (-0.02, -0.01, 0.0, 0.01, 0.02)
@@ -179,9 +215,6 @@ def test_an_interval_of_more_than_three_per_cent_is_unresolved():
     assert not wide.resolved
     assert str(narrow) == "1.000 [0.981..1.020]"
     assert str(wide) == "1.000 [0.961..1.040] unresolved"
-    # With prefill: 3 seconds and 1 + 2 e^0.1, for as many tokens.
-    whole = speed_ratio([batch(0.1, 0.1)], with_prefill=True)
-    assert whole.mean == pytest.approx((1 + 2 * math.exp(0.1)) / 3)
 
 
 @pytest.mark.parametrize("ways", [2, 5])
@@ -194,9 +227,8 @@ def test_every_other_repeat_goes_backwards_and_each_way_begins(ways):
 
 
 def test_the_median_of_repeats_is_one_of_them():
-    assert median_repeat(batch(0.3, 0.1, 0.2)) == 2
-    assert median_repeat(batch(0.3, 0.1)) == 1  # the lower one of two
-    assert speedup_of(*batch(0.3)[0]) == pytest.approx(math.exp(0.3))
+    assert median_repeat([(6.0, 2.0), (1.0, 1.0), (2.0, 1.0)]) == 2
+    assert median_repeat([(3.0, 1.0), (2.0, 2.0)]) == 1  # the lower one of two
 
 
 def test_a_slow_while_is_slow_for_every_width(tiny, monkeypatch):

@@ -327,40 +327,13 @@ def job(**changes):
     )
 
 
-def test_turn_taking():
-    first, both = job(), job(turns="all")
-    assert (first.num_turns, both.num_turns) == (1, 2)
-    assert [both.turn(number) for number in (0, 1)] == [[0, 1], [0]]
-
-
-def test_later_turns_draw_anew():
-    one = job(turns="all", seed=3)
-    assert one.turn_seeds(0) == (3, one.sampling)
-    assert one.turn_seeds(1)[0] != one.turn_seeds(2)[0]
-    seeded = job(turns="all", sampling={"seed": 5})
-    seeds = [seeded.turn_seeds(turn)[1].seed for turn in range(3)]
-    assert seeds[0] == 5
-    assert len(set(seeds)) == 3
-
-
-def test_answers_become_history(chatty):
-    prompts = job(turns="all").turn_prompts(chatty, 1, {0: ["x"], 1: ["y"]})
-    assert prompts == [
-        [
-            {"role": "user", "content": "a"},
-            {"role": "assistant", "content": "x"},
-            {"role": "user", "content": "b"},
-        ]
-    ]
-
-
 def test_turn_taking_need_a_chat_template(chatty, tiny):
     with pytest.raises(InputError, match="turns='all' needs a chat template"):
-        job(turns="all").turn_prompts(tiny, 0, {})
+        job(turns="all").first_prompts(tiny)
     with pytest.raises(InputError, match="chat=auto"):
-        job(turns="all", chat="false").turn_prompts(chatty, 0, {})
-    assert job(chat="false").turn_prompts(chatty, 0, {}) == ["a", "c"]
-    assert job().turn_prompts(tiny, 0, {}) == ["a", "c"]
+        job(turns="all", chat="false").first_prompts(chatty)
+    assert job(chat="false").first_prompts(chatty) == ["a", "c"]
+    assert job().first_prompts(tiny) == ["a", "c"]
 
 
 @pytest.mark.parametrize("verify", ["rejection", "block", "coupled"])

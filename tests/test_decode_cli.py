@@ -13,6 +13,7 @@ from rich.console import Console
 from tiny_models import with_modules
 
 from specjax import metrics
+from specjax.apps.command_line.command import DIFFERENT
 from specjax.apps.command_line.console import Screen
 from specjax.apps.report import report as write_reports
 from specjax.apps.report.runs import labels
@@ -20,7 +21,7 @@ from specjax.apps.rows import compare_outputs, decode_table, statistics
 from specjax.apps.rows.decode_report import DrafterRun
 from specjax.apps.rows.records import DecodedRow, RunHeader, read_report
 from specjax.apps.rows.statistics import Figures
-from specjax.apps.run import decode, decode_run, ways
+from specjax.apps.run import decode, decode_run, runner
 from specjax.engine import engine
 from specjax.engine.generate import generate
 from specjax.errors import InputError
@@ -208,7 +209,7 @@ def test_all_turns_see_the_answers(run, folder):
     code, report = run("--config.turns=all", "--config.compare=true")
     assert code == 0
     rows = report["rows"]
-    assert [(row["question_id"], row["turn"]) for row in rows] == [(7, 0), ("x", 0), (9, 0), (7, 1)]
+    assert [(row["question_id"], row["turn"]) for row in rows] == [(7, 0), (7, 1), ("x", 0), (9, 0)]
     assert report["summary"]["identical_rows"] == 4
     conversation = [
         {"role": "user", "content": "abc abc ab"},
@@ -218,18 +219,20 @@ def test_all_turns_see_the_answers(run, folder):
     model = load_model(folder / "model", dtype="float32")
     sampling = {"max_new_tokens": 12, "ignore_eos": True}
     again = generate(model, [conversation], sampling=sampling)
-    assert rows[3]["token_ids"] == again.token_ids[0]
+    assert rows[1]["token_ids"] == again.token_ids[0]
+    # One program decodes all turns.
+    assert len(report["summary"]["engines"]) == 1
 
 
 def test_a_later_turn_that_outgrows_the_model_keeps_what_was_decoded(run, folder, tmp_path, capsys):
     path = folder / "long.jsonl"
-    turns = [["one two one", "and then " * 40], ["abc abc ab", "and then"]]
+    turns = [["one two one", "and then " * 20], ["abc abc ab", "and then"]]
     path.write_text(
         "".join(json.dumps({"question_id": i, "turns": t}) + "\n" for i, t in enumerate(turns))
     )
     code, report = run(f"--config.prompts={path}", "--config.turns=all", "--config.max_length=120")
     assert code == 2
-    assert [(row["question_id"], row["turn"]) for row in report["rows"]] == [(0, 0), (1, 0)]
+    assert [(row["question_id"], row["turn"]) for row in report["rows"]] == [(0, 0), (1, 0), (1, 1)]
     error = capsys.readouterr().err
     assert "which leaves no room for a new one in max_length=120" in error
     # It ran to its end: what is missing is said, and is no interruption.
@@ -239,19 +242,27 @@ def test_a_later_turn_that_outgrows_the_model_keeps_what_was_decoded(run, folder
     assert read_report(path).end.refused == report["summary"]["refused"]
     assert write_reports.main([str(path), f"--out={tmp_path / 'out'}", "--nopictures"]) == 0
     said = capsys.readouterr().out
-    assert "Later turns refused: ngram (2 answers): question 0, turn 2 has" in said
+    assert "Later turns refused: ngram (3 answers): question 0, turn 2 has" in said
     assert "Interrupted" not in said
+
+
+def test_a_later_turn_that_cannot_have_room_is_refused_before_any_work(run, folder, capsys):
+    path = folder / "longer.jsonl"
+    path.write_text(json.dumps({"question_id": 0, "turns": ["one", "and then " * 40]}) + "\n")
+    code, report = run(f"--config.prompts={path}", "--config.turns=all", "--config.max_length=120")
+    assert (code, report) == (2, None)
+    assert "question 0, turn 2 has " in capsys.readouterr().err
 
 
 def test_only_a_turn_without_room_is_refused(run, monkeypatch, capsys):
     """Any other error ends the run where it is."""
-    decode_batches = decode.decode_batches
+    decode_groups = decode_run.Decoding.run
 
-    def fails_later(*arguments, **options):
-        yield next(decode_batches(*arguments, **options))
+    def fails_later(self, **options):
+        yield next(decode_groups(self, **options))
         raise InputError("the clock stands still")
 
-    monkeypatch.setattr(decode, "decode_batches", fails_later)
+    monkeypatch.setattr(decode_run.Decoding, "run", fails_later)
     code, report = run()
     assert code == 2
     assert capsys.readouterr().err == "error: the clock stands still\n"
@@ -268,13 +279,13 @@ SEVERAL = [
 
 def test_several_drafters_beside_one_plain_decoding(run, monkeypatch, tmp_path, capsys):
     """With `auto`: what it chose is in the table."""
-    decoded, one_batch = [], decode_run._Decoding.decode
+    decoded, one_batch = [], runner.Way.decode
 
-    def decode_one(self, side, *rest, **options):
-        decoded.append(side.name)
-        return one_batch(self, side, *rest, **options)
+    def decode_one(self, *arguments):
+        decoded.append(self.name)
+        return one_batch(self, *arguments)
 
-    monkeypatch.setattr(decode_run._Decoding, "decode", decode_one)
+    monkeypatch.setattr(runner.Way, "decode", decode_one)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path.parent / "cache"))
     code, runs = run(*SEVERAL, "--config.num_speculative_tokens=auto")
     assert code == 0
@@ -381,14 +392,14 @@ LONG = ("--config.sampling.max_new_tokens=40", "--config.compare=true", "--confi
 @pytest.mark.parametrize(("argv", "times"), [([], 3), (["--config.repeats=2"], 2)])
 def test_one_prompt_is_decoded_several_times_in_turn(argv, times, run, capsys, monkeypatch):
     compiled = []
-    opened = ways.Way.open
+    opened = runner.Program.open
 
-    def opens(self, *arguments):
+    def opens(self, name, *arguments):
         if self.engine is None:
-            compiled.append(self.name)
-        return opened(self, *arguments)
+            compiled.append(name)
+        opened(self, name, *arguments)
 
-    monkeypatch.setattr(ways.Way, "open", opens)
+    monkeypatch.setattr(runner.Program, "open", opens)
     labels = set()
     monkeypatch.setattr(
         decode_run.Screen, "progress", lambda self, label, *numbers: labels.add(label)
@@ -424,18 +435,17 @@ def test_a_long_answer_is_not_repeated_and_neither_are_several_prompts(run, monk
 
 def test_a_repeat_with_other_tokens_is_the_one_that_is_reported(run, monkeypatch, capsys):
     """However fast it was."""
-    seen, compare = [], decode_run._Decoding.compare
+    seen, compare = [], runner.compare_row
 
-    def second_differs(self, side, index, result, baseline):
-        seen.append(result)
+    def second_differs(plan, request, ours, plain):
+        seen.append(ours)
         if len(seen) == 2:
-            first = result.token_ids[0]
-            result = dataclasses.replace(result, token_ids=[[*first[:-1], first[-1] ^ 1]])
-        return compare(self, side, index, result, baseline)
+            ours = [*ours[:-1], ours[-1] ^ 1]
+        return compare(plan, request, ours, plain)
 
-    monkeypatch.setattr(decode_run._Decoding, "compare", second_differs)
+    monkeypatch.setattr(runner, "compare_row", second_differs)
     code, report = run(*LONG)
-    assert code == decode.DIFFERENT
+    assert code == DIFFERENT
     assert report["rows"][0]["identical"] is False
     assert "NO, 0 of 1 rows" in capsys.readouterr().out
 
@@ -526,8 +536,8 @@ def test_an_interrupted_batch_of_several_is_kept_for_none(run, monkeypatch):
             raise KeyboardInterrupt
         return decode_requests(plan, requests, **options)
 
-    decode_requests = decode_run.decode_requests
-    monkeypatch.setattr(decode_run, "decode_requests", interrupted)
+    decode_requests = runner.decode_requests
+    monkeypatch.setattr(runner, "decode_requests", interrupted)
     code, runs = run(*SEVERAL, "--config.num_speculative_tokens=auto")
     assert code == 130
     for one in runs:
@@ -546,7 +556,7 @@ def wrong(compare, margin):
 
 @pytest.mark.parametrize(("margin", "code"), [(0.5, 1), (1e-6, 0)])
 def test_a_difference_fails_unless_it_is_a_near_tie(margin, code, run, monkeypatch, capsys):
-    monkeypatch.setattr(decode_run, "compare_row", wrong(decode_run.compare_row, margin))
+    monkeypatch.setattr(runner, "compare_row", wrong(runner.compare_row, margin))
     found, report = run("--config.compare=true")
     assert found == code
     row = report["rows"][1]
@@ -582,7 +592,7 @@ def test_in_half_precision_what_it_cannot_resolve_is_excused(
 
     passes = compare_outputs._logits_of_passes
     monkeypatch.setattr(compare_outputs, "_logits_of_passes", near)
-    monkeypatch.setattr(decode_run, "compare_row", second_best(decode_run.compare_row))
+    monkeypatch.setattr(runner, "compare_row", second_best(runner.compare_row))
     less = "--config.num_speculative_tokens=1"
     code, report = run("--config.compare=true", "--config.dtype=bfloat16", less)
     assert code == (0 if share < 1 else 1)
@@ -607,8 +617,8 @@ def test_interrupt_leaves_finished_rows(run, monkeypatch, capsys):
             raise KeyboardInterrupt
         return decode_requests(plan, requests, **options)
 
-    decode_requests = decode_run.decode_requests
-    monkeypatch.setattr(decode_run, "decode_requests", interrupted)
+    decode_requests = runner.decode_requests
+    monkeypatch.setattr(runner, "decode_requests", interrupted)
     monkeypatch.setattr(decode_run.Screen, "row_result", interrupting)
     code, report = run("--config.compare=true")
     assert code == 130
@@ -623,7 +633,7 @@ def test_interrupt_before_the_first_row(run, monkeypatch):
     def interrupted(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ways, "open_engine", interrupted)
+    monkeypatch.setattr(runner, "open_engine", interrupted)
     code, report = run()
     assert (code, report) == (130, None)
 

@@ -10,13 +10,16 @@ from rich.console import Console
 
 from specjax.apps.command_line import console as console_module
 from specjax.apps.command_line.console import Screen
-from specjax.apps.run import measure_speedups
+from specjax.apps.run import bench_run
 from specjax.drafters import make_drafter
 from specjax.engine import device_rows, programs
 from specjax.engine.device_rows import DeviceRows
 from specjax.engine.engine import Engine
+from specjax.engine.options import DecodeOptions
+from specjax.engine.requests import SamplingParams
 from specjax.files import log
 from specjax.loading.load import load_model
+from specjax.loading.texts.questions import Question
 from specjax.methods.ngram import Ngram
 
 
@@ -128,11 +131,12 @@ def test_loading_tells_its_share(tmp_path, lines, monkeypatch):
     assert all(line.endswith(" left") for line in shares)
 
 
-def test_a_bench_tells_its_share(tiny, lines, monkeypatch):
+def test_a_bench_tells_its_share(chatty, lines, monkeypatch):
     monkeypatch.setattr(log, "QUIET_S", -1)
-    drafters = {"ngram": make_drafter("ngram", tiny)}
-    options = dict(num_speculative_tokens="auto", batch_size=1, max_new_tokens=4, repeats=2)
-    measure_speedups.measure_speedups(tiny, [[1, 2, 3]], drafters, **options)
+    drafters = {"ngram": make_drafter("ngram", chatty)}
+    options = DecodeOptions(num_speculative_tokens="auto", batch_size=1)
+    sampling = SamplingParams(max_new_tokens=4, ignore_eos=True)
+    bench_run.measure_speedups(chatty, [Question(1, "", ("abc",))], drafters, options, sampling, 2)
     shares = [line for line in lines if line.startswith("decoding: ")]
     assert [line.split(",")[0] for line in shares] == [
         f"decoding: {share} %" for share in (17, 33, 50, 67, 83)

@@ -394,7 +394,7 @@ def test_the_prediction_adds_up_the_parts(write, tmp_path, monkeypatch):
     monkeypatch.setattr(
         report,
         "predicted_speedups",
-        lambda runs, say: [parts.speedup(11 / 6, batch_widths(run.rows)) for run in runs],
+        lambda runs, say: [parts.speedup_of(run.rows) for run in runs],
     )
     drawn = {}
     monkeypatch.setattr(

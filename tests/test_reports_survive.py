@@ -19,8 +19,8 @@ from conftest import xla_flags
 from specjax.apps.report import report
 from specjax.apps.rows.records import read_report
 from specjax.apps.rows.report_file import ReportFile, check_writable
-from specjax.apps.run import bench, bench_run, decode, decode_run
-from specjax.apps.run.measure_speedups import Ratio, Speedup
+from specjax.apps.rows.speedups import Ratio, Speedup
+from specjax.apps.run import bench, bench_run, decode, runner
 from specjax.errors import InputError
 from specjax.files.path_checks import output_file
 from specjax.loading.load import save_model
@@ -244,8 +244,8 @@ class TestDecode:
             assert not path.exists() or read_report(path).end.interrupted
             return decode_requests(plan, requests, **options)
 
-        decode_requests = decode_run.decode_requests
-        monkeypatch.setattr(decode_run, "decode_requests", looking)
+        decode_requests = runner.decode_requests
+        monkeypatch.setattr(runner, "decode_requests", looking)
         assert decode.main(arguments(folder, path)) == 0
         assert found == [0, 1, 2]
         assert not read_report(path).end.interrupted
@@ -261,7 +261,7 @@ class TestDecode:
                     raise KeyboardInterrupt if after < 0 else ZeroDivisionError
                 return decode_requests(plan, requests, **options)
 
-            monkeypatch.setattr(decode_run, "decode_requests", failing)
+            monkeypatch.setattr(runner, "decode_requests", failing)
             if after < 0:
                 assert decode.main(arguments(folder, path)) == 130
             else:
@@ -275,8 +275,8 @@ class TestDecode:
     def test_the_benchmark_keeps_its_figures(self, folder, tmp_path, monkeypatch, capsys):
         path = tmp_path / "r.jsonl"
 
-        def measure(model, ids, drafters, **options):
-            if options["num_speculative_tokens"] != "auto":
+        def measure(model, questions, drafters, options, *rest):
+            if options.num_speculative_tokens != "auto":
                 raise KeyboardInterrupt
             ratio = Ratio(1.5, 1.4, 1.6)
             numbers = (1, 1, 0.0, 1.5, 1.0, 1.0, 30.0, 20.0)

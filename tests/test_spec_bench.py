@@ -12,9 +12,13 @@ import pytest
 import reports
 from bad_input import refused, refused_command
 from commands import start
+from rich.console import Console
 
 import specjax
 from specjax import theory
+from specjax.apps.command_line.command import DIFFERENT
+from specjax.apps.command_line.config_file import config_of, overridden
+from specjax.apps.command_line.console import Screen
 from specjax.apps.report import html_page, tables
 from specjax.apps.report.best_length import best_lengths
 from specjax.apps.report.runs import Entry, labels
@@ -22,6 +26,8 @@ from specjax.apps.rows.records import read_report
 from specjax.apps.rows.statistics import OVERALL
 from specjax.apps.spec_bench import command
 from specjax.apps.spec_bench.answers_file import finished_rows
+from specjax.apps.spec_bench.config import SpecBenchConfig, read_spec_bench_config
+from specjax.apps.spec_bench.run import Measuring
 from specjax.engine import programs
 from specjax.fields import Whole
 from specjax.loading.load import load_model, save_model
@@ -205,6 +211,19 @@ def test_killed_and_resumed_it_is_the_same_run(whole, folder, tmp_path, capsys):
         assert read_report(path).end.interrupted is False
 
 
+def test_lengths_that_are_no_numbers_have_engines_of_their_own(folder, tmp_path):
+    """An engine keeps the limit of the cell that used it last."""
+    argv = arguments(folder, tmp_path, num_speculative_tokens=("fixed", 1, 8))
+    written = overridden(config_of(SpecBenchConfig), argv, SpecBenchConfig).to_dict()
+    screen = Screen(Console(quiet=True))
+    measuring = Measuring(read_spec_bench_config(written), tmp_path, None, screen)
+    ways = [way for way in measuring._ways if way.cell.entry == NGRAM]
+    fixed, *numbers = (way.program for way in ways)
+    assert fixed.plan.loop == numbers[0].plan.loop
+    assert fixed is not numbers[0]
+    assert numbers[0] is numbers[1]
+
+
 def test_a_file_that_begins_with_half_a_unit_begins_anew(whole, tmp_path):
     (path,) = (whole[0] / "answers").glob("none-*-t0-*")
     lines = path.read_text().splitlines(keepends=True)
@@ -306,7 +325,7 @@ def test_bad_input_is_named_before_any_work(
 def test_what_the_model_refuses_is_named_before_decoding(
     changes, said, folder, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr("specjax.apps.spec_bench.run.decode_requests", None)
+    monkeypatch.setattr("specjax.apps.run.runner.decode_requests", None)
     error = refused_command(command.main, arguments(folder, tmp_path / "out", **changes), capsys)
     assert said in error
     assert not (tmp_path / "out" / "settings.json").exists()
@@ -327,7 +346,7 @@ def test_tokens_that_differ_are_an_error(folder, tmp_path, monkeypatch, capsys):
     changed = reports.read_one(path)
     changed["rows"][0] |= {"identical": False, "near_ties": [difference]}
     path.write_text(reports.as_lines(changed))
-    assert command.main(argv) == command.DIFFERENT
+    assert command.main(argv) == DIFFERENT
 
 
 def test_stratified_questions_are_as_many_of_each_task():

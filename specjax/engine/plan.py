@@ -148,12 +148,30 @@ def plan_requests(
     drafter: LoadedDrafter | Drafter | None = None,
     options: DecodeOptions = DecodeOptions(),  # noqa: B008 - frozen
     sampling: Any = SamplingParams(),  # noqa: B008 - frozen
-    names: Sequence[str] | None = None,
 ) -> tuple[DecodePlan, list[Request]]:
     """Check and encode the arguments of a call; return its plan and its requests.
 
-    The arguments are those of `generate.generate`; `names` are the names of the prompts in errors.
-    Nothing is measured. Raises InputError for bad input.
+    The arguments are those of `generate.generate`. Nothing is measured. Raises InputError for bad
+    input.
+    """
+    requests = encode_requests(target, prompts, sampling=sampling, max_length=options.max_length)
+    options = replace(options, batch_size=min(options.batch_size, len(requests)))
+    most = max(len(one.prompt) + one.sampling.max_new_tokens for one in requests)
+    return plan_rows(target, drafter, options, most, [one.sampling for one in requests]), requests
+
+
+def encode_requests(
+    target: Model,
+    prompts: Prompts,
+    *,
+    sampling: Any = SamplingParams(),  # noqa: B008 - frozen
+    max_length: int | None = None,
+    names: Sequence[str] | None = None,
+) -> list[Request]:
+    """Return the requests of prompts, in rows of at most `max_length` tokens.
+
+    `sampling` is as of `generate.generate`, and `names` are the names of the prompts in errors.
+    Raises InputError for bad input, NoRoomError for a prompt that leaves no room for a new token.
     """
     MODEL_KIND.check("target", target)
     prompts = as_prompts(prompts)
@@ -162,18 +180,16 @@ def plan_requests(
     encoded = [encode_prompt(target, p, name) for p, name in zip(prompts, names, strict=True)]
     for params in each:
         check_sampling(target, params)
-    longest = longest_row(target, options.max_length)
+    longest = longest_row(target, max_length)
     for name, ids in zip(names, encoded, strict=True):
         check_length(target, name, len(ids), longest)
     requests = [
         Request(number, tuple(ids), params)
         for number, (ids, params) in enumerate(zip(encoded, each, strict=True))
     ]
-    if options.max_length is None:
+    if max_length is None:
         _say_beyond(target, names, requests)
-    options = replace(options, batch_size=min(options.batch_size, len(requests)))
-    most = max(len(one.prompt) + one.sampling.max_new_tokens for one in requests)
-    return plan_rows(target, drafter, options, min(most, longest), each), requests
+    return requests
 
 
 def _say_beyond(target: Model, names: Sequence[str], requests: Sequence[Request]) -> None:
@@ -284,6 +300,8 @@ def _plan(
             )
     if type(rule) not in map(type, RULES.values()):
         check_rule_shapes(rule, options.batch_size, loop.widths, target.config.vocab_size)
+    # No row outgrows its caches.
+    options = replace(options, max_length=min(max_length, loop.capacity))
     return DecodePlan(target, drafter, options, loop, num_stop_ids)
 
 

@@ -18,8 +18,8 @@ from specjax.errors import NO_SPACE, InputError, one_line
 from specjax.files import program_cache
 from specjax.files.log import LOGGER
 
-BAD_INPUT, INTERRUPTED, NO_READER = 2, 130, 141
-"""Exit codes for bad input, for Ctrl-C or SIGTERM, and for a closed stdout."""
+DIFFERENT, BAD_INPUT, INTERRUPTED, NO_READER = 1, 2, 130, 141
+"""Exit codes: other tokens than plain decoding, bad input, Ctrl-C or SIGTERM, a closed stdout."""
 _HELP = frozenset({"-h", "--help"})
 
 

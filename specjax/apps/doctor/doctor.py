@@ -27,6 +27,7 @@ from specjax.apps.run.decode_config import (
     DrafterConfig,
     DrafterFields,
     PromptFields,
+    has_chat_template,
     load_target,
     make_config_drafter,
     with_questions,
@@ -111,7 +112,7 @@ def examine(config: DoctorConfig, *, verbose: bool = False) -> int:
         result = diagnose(
             model,
             loaded,
-            config.turn_prompts(model, 0),
+            config.first_prompts(model),
             sampling=config.sampling,
             batch_size=config.options.batch_size,
             seed=config.options.seed,
@@ -137,10 +138,10 @@ def _other_prompts(config: DoctorConfig, model: Model) -> dict[str, Any]:
     They are in a dict by the config override that gives them, which is empty for a model without a
     template.
     """
-    if model.tokenizer is None or model.tokenizer.chat_template is None:
+    if not has_chat_template(model):
         return {}
     other = "true" if config.chat == "false" else "false"
-    return {f"chat={other}": replace(config, chat=other).turn_prompts(model, 0)}
+    return {f"chat={other}": replace(config, chat=other).first_prompts(model)}
 
 
 def _in_float32(

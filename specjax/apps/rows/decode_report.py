@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from specjax import metrics
-from specjax.apps.rows.compare_outputs import Difference
 from specjax.apps.rows.records import DecodedRow, RunHeader
 from specjax.apps.rows.statistics import Figures, figures
 from specjax.apps.rows.weight_reads import weight_bandwidth
 from specjax.engine.generate import Generation
-from specjax.loading.texts.questions import Question
 from specjax.trees import FastestTree, RankedTree
 
 PLAIN = "plain"
@@ -31,17 +27,17 @@ class DrafterRun:
 
     `trees` are the trees that `tree.kind=auto` chose, by the name of the drafter that drafts them.
     `rows` are the finished answers. `expected` is the acceptance that the distributions of target
-    and drafter imply, one entry per turn, empty if it was not computed. `engines` are summaries of
-    the engine of each turn (`engine_report.engine_summary`). `step_limits` has for each step the
-    longest draft and the least confidence of each drafter, and the number of rounds. `num_reported`
-    counts the rows that `new_records` has returned; -1 before the header.
+    and drafter imply, None if it was not computed. `engine` is the summary of its engine
+    (`statistics.engine_summary`). `step_limits` has for each step the longest draft and the least
+    confidence of each drafter, and the number of rounds. `num_reported` counts the rows that
+    `new_records` has returned; -1 before the header.
     """
 
     header: RunHeader
     trees: Mapping[str, FastestTree | RankedTree] = field(default_factory=dict)
     rows: list[DecodedRow] = field(default_factory=list)
-    expected: list[metrics.ExpectedAcceptance] = field(default_factory=list)
-    engines: dict[int, dict[str, Any]] = field(default_factory=dict)
+    expected: metrics.ExpectedAcceptance | None = None
+    engine: dict[str, Any] | None = None
     step_limits: list[tuple[Sequence[int], Sequence[float], int]] = field(default_factory=list)
     num_reported: int = -1
     """The number of rows in records so far; -1 before the first record, which is the header."""
@@ -63,66 +59,12 @@ class DrafterRun:
         """Return the figures of the finished rows, or None if there are none."""
         return figures(self.rows) if self.rows else None
 
-    def expected_acceptance(self) -> metrics.ExpectedAcceptance | None:
-        """Return the acceptance implied by the distributions in all turns; None if not computed."""
-        return _pooled(self.expected)
-
-    def add(
-        self,
-        batch: int,
-        turn: int,
-        questions: Sequence[Question],
-        result: Generation,
-        plain: Generation | None,
-        differences: Sequence[Difference | None] | None,
-        repeated_speeds: Sequence[tuple[float, float]] = (),
-    ) -> list[DecodedRow]:
-        """Add the rows that were decoded together as one group; return their records.
-
-        `batch` is the number of the group in the run, and `turn` (from 0) the turn of its
-        conversations. Entry i of `questions` is what row i answers; row i of `result` is the
-        drafter's answer, and row i of `plain` that of plain decoding, which is None if it was not
-        run. Entry i of `differences` is None if both answers are equal; `differences` is None if
-        they are not compared. `repeated_speeds` has, for each of several repeats, tokens/s of the
-        drafter and of plain decoding.
-        """
+    def add(self, result: Generation, rows: Sequence[DecodedRow]) -> None:
+        """Add the rows that were decoded together as one group, and the steps of their result."""
         self.step_limits += [
             (limits.longest, limits.confidence, rounds) for limits, rounds in result.step_limits
         ]
-        compared = differences or [None] * len(questions)
-        rows = [
-            DecodedRow(
-                drafter=self.drafter,
-                question_id=question.question_id,
-                category=question.category,
-                turn=turn,
-                prompt_hash=hashlib.sha256(repr(question).encode()).hexdigest()[:16],
-                token_ids=tuple(result.token_ids[index]),
-                text=result.texts[index],
-                finish_reason=result.finish_reasons[index],
-                text_error=failed.text_error if (failed := result.failed_rows.get(index)) else None,
-                logprobs=logprobs and tuple(logprobs),
-                **_rounds(result, index),
-                longest_path=result.longest_path,
-                batch=batch,
-                first_round=int(result.first_round[index]),
-                prefill_s=result.prefill_s,
-                decode_s=result.decode_s,
-                **asdict(result.times[index]),
-                plain_new_tokens=len(plain.token_ids[index]) if plain else None,
-                plain_prefill_s=plain.prefill_s if plain else None,
-                plain_decode_s=plain.decode_s if plain else None,
-                plain_passes=len(plain.passes()[0]) if plain else None,
-                identical=None if differences is None else compared[index] is None,
-                near_ties=compared[index].near_ties if compared[index] else (),
-                repeated_speeds=tuple(repeated_speeds),
-            )
-            for index, (question, logprobs) in enumerate(
-                zip(questions, result.logprobs, strict=True)
-            )
-        ]
         self.rows += rows
-        return rows
 
 
 @dataclass
@@ -158,7 +100,7 @@ def summary(
     that could not be decoded. `memory_bandwidth` is what the machine's memory moves in bytes per
     second.
     """
-    figures_so_far, expected = run.figures(), run.expected_acceptance()
+    figures_so_far, expected = run.figures(), run.expected
     reads = weight_bandwidth(run.header, figures_so_far) if figures_so_far else None
     return {
         "drafter": run.drafter,
@@ -173,7 +115,7 @@ def summary(
         "compile_s": sum(clock.compile_s.get(name, 0.0) for name in (PLAIN, run.drafter)),
         "first_token_s": clock.first_token_s,
         "step_limits": run.step_limits,
-        "engines": [run.engines[turn] for turn in sorted(run.engines)],
+        "engines": [] if run.engine is None else [run.engine],
     }
 
 
@@ -196,34 +138,3 @@ def device_name(mesh: Mesh | None = None) -> str:
     sizes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
     several = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
     return f"{mesh.size} x {kind} ({sizes}){several}"
-
-
-def _rounds(result: Generation, index: int) -> dict[str, tuple[int, ...]]:
-    """Return the raw counts, by name, of the rounds in which row `index` was active."""
-    active = result.emitted[index] >= 0
-    counts = {
-        "drafted": result.drafted,
-        "accepted": result.accepted,
-        "emitted": result.emitted,
-        "width": result.width,
-        "drafter_index": result.drafter,
-    }
-    return {name: tuple(table[index][active].tolist()) for name, table in counts.items()}
-
-
-def _pooled(turns: Sequence[metrics.ExpectedAcceptance]) -> metrics.ExpectedAcceptance | None:
-    """Return the mean over all nodes of all turns, whose errors are taken as independent."""
-    turns = [turn for turn in turns if turn.num_nodes]
-    if len(turns) < 2:
-        return turns[0] if turns else None
-    nodes = sum(turn.num_nodes for turn in turns)
-
-    def error(name: str) -> float | None:
-        errors = [getattr(turn, name) for turn in turns]
-        if None in errors:
-            return None
-        weighted = [turn.num_nodes * error for turn, error in zip(turns, errors, strict=True)]
-        return float(np.hypot.reduce(weighted)) / nodes
-
-    mean = sum(turn.mean * turn.num_nodes for turn in turns) / nodes
-    return metrics.ExpectedAcceptance(mean, error("standard_error"), error("decision_error"), nodes)

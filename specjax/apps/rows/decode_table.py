@@ -97,7 +97,7 @@ def result_lines(run: DrafterRun, compared: Compared | None) -> dict[str, str]:
         if run.header.auto and no_draft is None:
             share = f"; {_share(counts)} of passes had a draft"
         lines[TOKENS_PER_PASS] += f" ({_accepted(run_figures)} draft tokens accepted{share})"
-    if (expected := run.expected_acceptance()) is not None:
+    if (expected := run.expected) is not None:
         accepted = _number(run_figures.acceptance_of_tested, 3)
         lines["accepted of tested"] = f"{accepted} (expected from p and q: {_mean(expected)})"
     if compared is not None:
@@ -143,14 +143,13 @@ def _plain_column(figures: Figures) -> dict[str, str]:
 
 def _column(run: DrafterRun, figures: Figures) -> dict[str, str]:
     """Return the cells of a drafter by row."""
-    counts, expected = figures.counts, run.expected_acceptance()
-    engines = run.engines.values()
+    counts, expected = figures.counts, run.expected
     cells = {
         "tokens/s": _number(figures.tokens_per_second, 1),
         TOKENS_PER_PASS: _number(counts.acceptance_length),
         "passes by width": _by_name(counts.rounds_by_width),
         "prefill, s": _number(figures.prefill_s),
-        "compiling, s": _number(sum(engine["compile_s"] for engine in engines), 1),
+        "compiling, s": _number(run.engine["compile_s"] if run.engine else 0.0, 1),
     }
     if too_short(figures):
         cells[SPEEDUP] = _TOO_SHORT

@@ -7,7 +7,7 @@ The `run` record of a drafter precedes its `row` records, which are added as pro
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -161,6 +161,15 @@ class DecodedRow:
         return task_of(self.category) or "other"
 
 
+def all_exact(rows: Iterable[DecodedRow]) -> bool:
+    """Return whether all compared rows equal plain decoding, except at near-ties."""
+    return all(
+        row.difference is not None and row.difference.excused
+        for row in rows
+        if row.identical is False
+    )
+
+
 @dataclass(frozen=True, order=True)
 class Conditions:
     """The conditions under which two speeds are comparable; as text, the heading of a table."""
@@ -258,11 +267,7 @@ class Run(RunHeader):
     @property
     def exact(self) -> bool:
         """Whether all compared rows equal plain decoding, except at near-ties."""
-        return all(
-            row.difference is not None and row.difference.excused
-            for row in self.rows
-            if row.identical is False
-        )
+        return all_exact(self.rows)
 
     @property
     def prompts(self) -> tuple[tuple[int, str], ...]:

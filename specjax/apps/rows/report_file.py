@@ -13,6 +13,7 @@ from typing import Any
 
 from specjax import signals
 from specjax.apps.rows.records import is_report
+from specjax.distributed import processes
 from specjax.errors import NO_SPACE, InputError, one_line
 from specjax.files import folder_checksums
 from specjax.files.path_checks import output_file
@@ -48,6 +49,18 @@ def check_writable(value: str | os.PathLike[str], field: str = "report") -> Path
         what = "no space for a report" if error.errno in NO_SPACE else "cannot be written"
         raise InputError(f"{named}: {what} ({one_line(error)}); choose another folder") from None
     return path
+
+
+def check_together(value: str | os.PathLike[str] | None) -> Path | None:
+    """Return what `check_writable` does for a report, in the first process; otherwise None.
+
+    Raises InputError in all processes.
+    """
+
+    def check() -> Path | None:
+        return check_writable(value) if value is not None and processes.is_first() else None
+
+    return processes.together(check)
 
 
 def json_line(record: Mapping[str, Any]) -> str:

@@ -23,7 +23,7 @@ from specjax.engine.statistics import Statistics
 OVERALL = "overall"
 FEW = 5
 """The number of answers below which figures are marked as uncertain."""
-_QUANTILE = 0.975
+QUANTILE = 0.975
 """The quantile of Student's t at the upper end of a 95 % interval."""
 TASKS = {
     "mt_bench": "MT",
@@ -107,7 +107,7 @@ def figures(rows: Sequence[DecodedRow], timed: Sequence[DecodedRow] | None = Non
     compared = [row.identical for row in rows if row.identical is not None]
     both = [row for row in timed if row.plain_new_tokens is not None]
     alone = len({row.batch for row in both}) == len(both)
-    each = [speedup for row in both if (speedup := _speedup([row])) is not None]
+    each = [speedup for row in both if (speedup := speedup_of([row])) is not None]
     repeats, speedup_range, plain_range = _ranges_of_repeats(both)
     return Figures(
         counts=summarize(rows),
@@ -115,13 +115,13 @@ def figures(rows: Sequence[DecodedRow], timed: Sequence[DecodedRow] | None = Non
         tokens_per_second=_speed(_new_tokens(timed), _seconds(timed, "decode_s")),
         plain_tokens_per_second=_speed(_plain_tokens(both), _seconds(both, "plain_decode_s")),
         plain_passes_per_second=_plain_passes_per_second(timed),
-        speedup=_speedup(both),
+        speedup=speedup_of(both),
         speedup_interval=_speedup_interval(both),
-        possible_speedup=_possible_speedup([[*both]] if alone else [[row] for row in both]),
+        possible_speedup=possible_speedup([[*both]] if alone else [[row] for row in both]),
         repeats=repeats,
         speedup_range=speedup_range,
         plain_range=plain_range,
-        speedup_with_prefill=_speedup(both, with_prefill=True),
+        speedup_with_prefill=speedup_of(both, with_prefill=True),
         speedup_per_request=fmean(each) if alone and each else None,
         prefill_s=_seconds(timed, "prefill_s"),
         plain_prefill_s=_seconds(both, "plain_prefill_s") if both else None,
@@ -192,7 +192,7 @@ def _table(rows: Sequence[DecodedRow], name: str) -> np.ndarray:
     return table
 
 
-def _possible_speedup(groups: Iterable[Sequence[DecodedRow]]) -> float | None:
+def possible_speedup(groups: Iterable[Sequence[DecodedRow]]) -> float | None:
     """Return the largest acceptance length of a group of rows, or None without passes."""
     accepted = [[count for row in rows for count in row.accepted] for rows in groups]
     return max((1 + fmean(counts) for counts in accepted if counts), default=None)
@@ -232,7 +232,7 @@ def _speed(tokens: int, seconds: float) -> float | None:
     return tokens / seconds if seconds else None
 
 
-def _speedup(rows: Sequence[DecodedRow], *, with_prefill: bool = False) -> float | None:
+def speedup_of(rows: Sequence[DecodedRow], *, with_prefill: bool = False) -> float | None:
     """Return the drafter's speed divided by plain decoding's, for rows decoded both ways."""
     ours_s, plain_s = _seconds(rows, "decode_s"), _seconds(rows, "plain_decode_s")
     if with_prefill:
@@ -243,7 +243,7 @@ def _speedup(rows: Sequence[DecodedRow], *, with_prefill: bool = False) -> float
 
 
 def _speedup_interval(rows: Sequence[DecodedRow]) -> tuple[float, float] | None:
-    """Return the 95 % interval of `_speedup`, by a jackknife of its logarithm over batches.
+    """Return the 95 % interval of `speedup_of`, by a jackknife of its logarithm over batches.
 
     The result is None for fewer than two batches, or if all but one of them are empty.
     """
@@ -258,7 +258,7 @@ def _speedup_interval(rows: Sequence[DecodedRow]) -> tuple[float, float] | None:
     sums = each.sum(axis=0) - each
     if not (sums > 0).all():
         return None
-    return _jackknife(_speedup(rows), np.log(sums) @ (1, -1, 1, -1))
+    return _jackknife(speedup_of(rows), np.log(sums) @ (1, -1, 1, -1))
 
 
 def _acceptance_interval(rows: Sequence[DecodedRow]) -> tuple[float, float] | None:
@@ -278,7 +278,7 @@ def _jackknife(value: float, without: np.ndarray) -> tuple[float, float]:
     """
     count = len(without)
     error = np.sqrt((count - 1) / count * ((without - without.mean()) ** 2).sum())
-    error *= stdtrit(count - 1, _QUANTILE)
+    error *= stdtrit(count - 1, QUANTILE)
     return float(value * np.exp(-error)), float(value * np.exp(error))
 
 

@@ -17,13 +17,12 @@ import functools
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 from rich.console import Console
 
 from specjax.apps.command_line import command
 from specjax.apps.command_line.mesh_config import open_mesh
-from specjax.apps.rows.report_file import ReportFile, check_writable
+from specjax.apps.rows.report_file import ReportFile, check_together
 from specjax.apps.run.bench_config import BenchConfig
 from specjax.apps.run.bench_run import measure_all
 from specjax.distributed import processes, sharding
@@ -35,15 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def run(config: BenchConfig, *, verbose: bool) -> int:
         mesh = open_mesh(config.mesh, config.distributed, asdict(config))
-        writes = processes.is_first()
-
-        def check() -> Path | None:
-            return check_writable(config.report) if config.report and writes else None
-
-        path = processes.together(check)
+        report = ReportFile(check_together(config.report))
         width = None if sys.stdout.isatty() else 120
-        console = Console(width=width, quiet=not writes, markup=False)
-        report = ReportFile(path)
+        console = Console(width=width, quiet=not processes.is_first(), markup=False)
         with sharding.use(mesh):
             measure_all(config, console, mesh, report, verbose=verbose)
         report.finish([{"record": "summary"}])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -14,23 +14,32 @@ from rich.table import Table
 from rich.text import Text
 
 from specjax.apps.command_line.console import Screen
-from specjax.apps.rows.decode_report import device_name
+from specjax.apps.rows.compare_outputs import Difference
+from specjax.apps.rows.decode_report import PLAIN, device_name
+from specjax.apps.rows.records import DecodedRow
 from specjax.apps.rows.report_file import ReportFile
+from specjax.apps.rows.speedups import Speedup
 from specjax.apps.rows.statistics import noise_remark
 from specjax.apps.run.bench_config import BenchConfig
 from specjax.apps.run.built_in_prompts import questions_of
-from specjax.apps.run.decode_config import load_target
-from specjax.apps.run.measure_speedups import Speedup, measure_speedups
+from specjax.apps.run.conversations import Conversations
+from specjax.apps.run.decode_config import has_chat_template, load_target
+from specjax.apps.run.predicted_speedup import measure_round_costs
+from specjax.apps.run.runner import Program, Way, check_answered, in_turn, turn_order
 from specjax.apps.tuning import measure_costs
 from specjax.apps.tuning.weight_bandwidth import memory_bandwidth, pass_bytes
 from specjax.core.parameter_sizes import megabytes
 from specjax.distributed import processes
-from specjax.drafters import make_drafter
-from specjax.engine.options import AUTO
-from specjax.engine.requests import encode_prompt
+from specjax.drafters import LoadedDrafter, make_drafter
+from specjax.engine.generate import Generation, open_engine
+from specjax.engine.options import AUTO, DecodeOptions
+from specjax.engine.requests import SamplingParams, groups
+from specjax.files.log import share_logger
 from specjax.loading.model import Model
-from specjax.loading.texts.questions import Question, spread
+from specjax.loading.texts.questions import Question, digest, spread
 
+_CONTROL = "plain, again"
+"""The name of plain decoding by another engine; its ratio shows the noise of the machine."""
 _WIDEST = 1000
 """The maximum number of columns of a table that is not printed on a terminal."""
 _PASS_COLUMNS: Mapping[str, Callable[[Mapping[str, float]], str]] = {
@@ -91,7 +100,7 @@ def measure_all(
     screen = Screen(console)
     with screen.working(f"loading {config.target}"):
         model, questions = processes.together(load)
-    processes.agree({"prompts": hashlib.sha256(repr(questions).encode()).hexdigest()[:16]})
+    processes.agree({"prompts": digest(questions)})
     where = device_name(mesh)
     console.print(f"{model.name}, {model.weights}, {where}")
     with screen.working("measuring memory bandwidth"):
@@ -155,10 +164,7 @@ def _speedups(
     model: Model, questions: Sequence[Question], config: BenchConfig, screen: Screen
 ) -> Iterator[Speedup]:
     """Yield the speed-up of each drafter, and of plain decoding over itself as a control."""
-    ids = [
-        encode_prompt(model, question.first_turn)
-        for question in spread(questions, config.num_prompts)
-    ]
+    chosen = spread(questions, config.num_prompts)
     drafters = {name: make_drafter(name, model) for name in config.drafters}
     if not drafters:
         return
@@ -169,18 +175,77 @@ def _speedups(
             f"measuring {', '.join(drafters)}: num_speculative_tokens {length}, batch {batch}, "
             f"temperature {temperature:g}"
         )
+        options = DecodeOptions(num_speculative_tokens=length, batch_size=batch)
+        # Rows have equal lengths, since sampled rows would end at different lengths in each way of
+        # decoding, and slots that stay empty until the last row ends would make it look slow.
+        sampling = SamplingParams(
+            temperature=temperature, max_new_tokens=config.max_new_tokens, ignore_eos=True
+        )
         with screen.working(doing, timed=True):
             measured = measure_speedups(
-                model,
-                ids,
-                {"plain, again": None, **drafters},  # its ratio shows the noise of the machine
-                num_speculative_tokens=length,
-                batch_size=batch,
-                temperature=temperature,
-                max_new_tokens=config.max_new_tokens,
-                repeats=config.runs,
+                model, chosen, {_CONTROL: None, **drafters}, options, sampling, config.runs
             )
         yield from measured
+
+
+def measure_speedups(
+    model: Model,
+    questions: Sequence[Question],
+    drafters: Mapping[str, LoadedDrafter | None],
+    options: DecodeOptions,
+    sampling: SamplingParams,
+    repeats: int,
+) -> list[Speedup]:
+    """Decode first turns plainly and with each of `drafters`; return a result for each drafter.
+
+    A drafter of None is plain decoding by another engine; the distance of its ratio from 1 shows
+    how reliable ratios are on this machine.
+
+    Every repeat decodes a batch in all ways in turn (`turn_order`), after one more as a warm-up.
+    All engines exist at once, each with its caches. Questions are repeated to fill the last batch.
+    Raises InputError if a row fails.
+    """
+    count = -(-len(questions) // options.batch_size) * options.batch_size
+    questions = list(itertools.islice(itertools.cycle(questions), count))
+    chat = has_chat_template(model)
+    conversations = Conversations(model, questions, sampling, chat, num_turns=1)
+    ways = []
+    for name, drafter in {PLAIN: None, **drafters}.items():
+        of_way = options if drafter is not None else options.without_drafts()
+        plan = conversations.plan(drafter, of_way)
+        ways.append(Way(name, Program(plan, open_engine(plan))))
+    plain, *others = ways
+    batches, log = groups(range(count), options.batch_size), share_logger("decoding")
+    rows: dict[Way, list[DecodedRow]] = defaultdict(list)
+    units = list(itertools.product(range(repeats + 1), batches))
+    for number, (repeat, batch) in enumerate(units):
+        order, results = [ways[way] for way in turn_order(len(ways), repeat)], {}
+        for way, (answers,) in in_turn(conversations, batch, order, Way.decode):
+            check_answered(conversations, way, [answers])
+            results[way] = answers
+            log((number + len(results) / len(ways)) / len(units))
+        if repeat == 0:
+            continue
+        baseline = results[plain].result
+        for way in others:
+            same = None if sampling.temperature else _same_tokens(results[way].result, baseline)
+            rows[way] += results[way].rows(way.name, number, questions, baseline, same)
+    measured = []
+    for way in others:
+        predicted = draft_s = None
+        if drafters[way.name] is not None and options.num_speculative_tokens != AUTO:
+            requests = conversations.turn(0, dict.fromkeys(range(count), ())).requests
+            parts = measure_round_costs(way.plan, requests, sampling.max_new_tokens)
+            predicted, draft_s = parts.speedup_of(rows[way]), parts.draft_s
+        conditions = (options.num_speculative_tokens, options.batch_size, sampling.temperature)
+        measured.append(Speedup.of(rows[way], *conditions, predicted, draft_s))
+    return measured
+
+
+def _same_tokens(result: Generation, plain: Generation) -> list[Difference | None]:
+    """Return None for each row that equals plain decoding, for others a difference unexamined."""
+    rows = zip(result.token_ids, plain.token_ids, strict=True)
+    return [None if ours == theirs else Difference(()) for ours, theirs in rows]
 
 
 def _speedup(row: Speedup) -> str:

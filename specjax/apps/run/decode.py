@@ -19,14 +19,12 @@ terminal; 141 if stdout is closed.
 from __future__ import annotations
 
 import functools
-import hashlib
 import inspect
 import itertools
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import Any, get_args
 
 from jax.sharding import Mesh
@@ -35,39 +33,37 @@ from rich.console import Console
 from specjax.apps.command_line import command
 from specjax.apps.command_line.console import Screen
 from specjax.apps.command_line.mesh_config import open_mesh
-from specjax.apps.rows.decode_report import Clock, DrafterRun, device_name, summary, tree_record
-from specjax.apps.rows.records import Conditions, RunHeader
-from specjax.apps.rows.report_file import ReportFile, check_writable
+from specjax.apps.rows.decode_report import Clock, DrafterRun, summary
+from specjax.apps.rows.records import all_exact
+from specjax.apps.rows.report_file import ReportFile, check_together
 from specjax.apps.rows.statistics import Figures
+from specjax.apps.run.conversations import Conversations
 from specjax.apps.run.decode_config import (
     ConfigDrafter,
     DecodeConfig,
-    DrafterConfig,
     load_target,
     make_config_drafter,
     read_decode_config,
 )
-from specjax.apps.run.decode_run import decode_batches
-from specjax.apps.tuning.weight_bandwidth import memory_bandwidth, pass_bytes
+from specjax.apps.run.decode_run import Decoding
+from specjax.apps.run.runner import open_run
+from specjax.apps.tuning.weight_bandwidth import memory_bandwidth
 from specjax.core.growth.tree_options import TreeKind, TreeOptions
 from specjax.core.none import PLAIN_DECODING
 from specjax.distributed import processes
 from specjax.drafters import TRAINED, drafter_options, option_type
 from specjax.engine.outputs import Failure, failure_message
-from specjax.engine.plan import NoRoomError
 from specjax.engine.requests import SamplingParams
 from specjax.errors import InputError, one_line
 from specjax.fields import fields_of
-from specjax.files.package_versions import versions
 from specjax.loading.model import Model
+from specjax.loading.texts.questions import digest
 from specjax.methods.find_head import included_heads, shipped_heads
 from specjax.methods.method import Method
 from specjax.methods.registry import METHODS, parts_of
 from specjax.sampling import RULES
 
 CONFIG = "decode_smollm2"
-DIFFERENT = 1
-"""Exit code if the output differs from plain decoding by more than rounding explains."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -98,25 +94,16 @@ def decode(config: DecodeConfig, *, verbose: bool = False) -> int:
     mesh = open_mesh(config.mesh, config.distributed, config.written)
     writes = processes.is_first()
 
-    def check() -> Path | None:
-        return check_writable(config.report) if config.report is not None and writes else None
-
-    path = processes.together(check)
-    processes.agree({"prompts": hashlib.sha256(repr(config.questions).encode()).hexdigest()[:16]})
+    path = check_together(config.report)
+    processes.agree({"prompts": digest(config.questions)})
     console = Console(width=None if sys.stdout.isatty() else 100, quiet=not writes)
     screen, clock = Screen(console), Clock()
     model, drafters = _load(config, mesh, screen, clock)
-    conditions = Conditions(
-        device=device_name(mesh),
-        dtype=model.weights,
-        batch_size=config.options.batch_size,
-        temperature=config.sampling.temperature,
-        max_new_tokens=config.sampling.max_new_tokens,
-    )
     runs = [
-        DrafterRun(_header(config, model, drafter, made, conditions), made.trees)
+        open_run(config, drafter, made, model, mesh)
         for drafter, made in zip(config.drafters, drafters, strict=True)
     ]
+    conditions = runs[0].header.conditions
     screen.say(f"{model.num_params / 1e6:.1f}M parameters, {model.weights}, on {conditions.device}")
     if verbose:
         screen.say(_ends_and_beginning(model))
@@ -124,22 +111,23 @@ def decode(config: DecodeConfig, *, verbose: bool = False) -> int:
 
     file = ReportFile(path, screen.say)
     interrupted, written = False, False
-    refused: NoRoomError | None = None
     bandwidth: float | None = None
+    conversations = Conversations(
+        model,
+        config.questions,
+        config.sampling,
+        config.uses_chat(model),
+        num_turns=1 if config.turns == "first" else None,
+        max_length=config.options.max_length,
+    )
+    decoding = Decoding(config, conversations, drafters, runs, screen, clock)
     try:
-        loaded = [made.loaded for made in drafters]
-        batches = decode_batches(
-            config, model, loaded, runs, screen, clock, with_expectation=verbose
-        )
-        for _ in batches:
+        for _ in decoding.run(with_expectation=verbose):
             file.add(_new_records(runs))
     except KeyboardInterrupt:
         interrupted = True
-    except NoRoomError as error:
-        # A later turn may exceed the context length; earlier results are kept.
-        if not runs[0].rows:
-            raise
-        refused = error
+    # The first later turn that turned out too long, if any; all other results are kept.
+    refused = next(iter(conversations.refused), None)
     try:
         # The report comes first, since the terminal may be closed. If no row has finished, an
         # earlier report is left unchanged.
@@ -168,12 +156,11 @@ def decode(config: DecodeConfig, *, verbose: bool = False) -> int:
         return command.INTERRUPTED
     if refused is not None:
         raise refused
-    if failed := _failed(config, runs):
+    if failed := _failed(conversations, runs):
         raise InputError(failure_message(model, failed))
     if line := others_to_try(model, [drafter.name for drafter in config.drafters]):
         screen.say(line, "dim")
-    differences = [row.difference for run in runs for row in run.rows if row.difference is not None]
-    return 0 if all(difference.excused for difference in differences) else DIFFERENT
+    return 0 if all(all_exact(run.rows) for run in runs) else command.DIFFERENT
 
 
 def _new_records(runs: Sequence[DrafterRun]) -> Iterator[dict[str, Any]]:
@@ -202,30 +189,10 @@ def _load(
     return model, drafters
 
 
-def _header(
-    config: DecodeConfig,
-    model: Model,
-    drafter: DrafterConfig,
-    made: ConfigDrafter,
-    conditions: Conditions,
-) -> RunHeader:
-    """Return the report's description of a run with one of a config's drafters."""
-    return RunHeader(
-        drafter=drafter.name,
-        target=config.target,
-        conditions=conditions,
-        lossy=config.lossy,
-        versions=versions(),
-        trees={name: tree_record(chosen) for name, chosen in made.trees.items()},
-        config=config.written_for(drafter),
-        pass_bytes=pass_bytes(model, conditions.batch_size),
-    )
-
-
-def _failed(config: DecodeConfig, runs: Sequence[DrafterRun]) -> dict[str, Failure]:
+def _failed(conversations: Conversations, runs: Sequence[DrafterRun]) -> dict[str, Failure]:
     """Return the failures of the rows that ended with an error, by the row's name in messages."""
     return {
-        config.prompt_name(row.question_id, row.turn)
+        conversations.name(row.question_id, row.turn)
         + (f", with {run.drafter}" if len(runs) > 1 else ""): Failure(
             row.new_tokens, row.text_error
         )

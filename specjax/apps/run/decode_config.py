@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from jax.sharding import Mesh
@@ -54,14 +53,12 @@ from specjax.loading.texts.questions import Question, select
 from specjax.methods.find_head import kind_of_head
 from specjax.methods.options import option_kind, option_meanings
 from specjax.methods.registry import METHODS, parts_of
-from specjax.sampling import Rule, Typical, derived_seed
+from specjax.sampling import Rule, Typical
 from specjax.trees import FastestTree, RankedTree
 
 _MODELS = tuple(name for name, method in METHODS.items() if method.of_model is not None)
 """The drafters that may be models of their own, which each device may hold whole."""
 _OPTIONS = DecodeOptions(batch_size=1, rounds_per_step=4)
-_TURN = "turn"
-"""The purpose of the seeds of a conversation's later turns."""
 _THRESHOLD = optional(Number(0.0, above=True, remedy="use a number above 0"))
 
 
@@ -180,7 +177,7 @@ class DrafterFields(TargetFields):
     def tuning_prompts(self, target: Model) -> list[Prompt]:
         """Return the prompts for which `tree.kind=auto` chooses a tree."""
         chat = has_chat_template(target)
-        return [_prompt(question, 0, (), chat) for question in questions_of(None)]
+        return [question.prompt(chat=chat) for question in questions_of(None)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,29 +228,10 @@ class PromptFields:
     questions: tuple[Question, ...] = ()
     """The conversations to decode, read from `prompt` or `prompts` by `with_questions`."""
 
-    @property
-    def num_turns(self) -> int:
-        """The number of turns of the longest conversation."""
-        if self.turns == "first":
-            return 1
-        return max(len(question.turns) for question in self.questions)
+    def uses_chat(self, target: Model) -> bool:
+        """Return whether prompts go through the target's chat template.
 
-    def turn(self, number: int) -> list[int]:
-        """Return the indices of the questions that have turn `number` (from 0)."""
-        return [i for i, question in enumerate(self.questions) if number < len(question.turns)]
-
-    def prompt_name(self, question_id: int | str, turn: int) -> str:
-        """Return what errors call a turn (from 0) of the question with this id."""
-        name = f"question {question_id}"
-        return f"{name}, turn {turn + 1}" if self.num_turns > 1 else name
-
-    def turn_prompts(
-        self, target: Model, turn: int, answers: Mapping[int, Sequence[str]] = MappingProxyType({})
-    ) -> list[Prompt]:
-        """Return the prompts of turn `turn` (from 0).
-
-        `answers` are the texts of the earlier turns, by question index. Raises InputError if a chat
-        template is required and the model has none.
+        Raises InputError if the model lacks one that is needed.
         """
         has_template = has_chat_template(target)
         chat = has_template if self.chat == "auto" else self.chat == "true"
@@ -262,10 +240,12 @@ class PromptFields:
                 "turns='all' needs a chat template: use turns=first"
                 + (" or chat=auto" if has_template else f", since {target.name} has none")
             )
-        return [
-            _prompt(self.questions[index], turn, answers.get(index, ()), chat)
-            for index in self.turn(turn)
-        ]
+        return chat
+
+    def first_prompts(self, target: Model) -> list[Prompt]:
+        """Return the prompts of the first turns. Raises InputError as `uses_chat` does."""
+        chat = self.uses_chat(target)
+        return [question.prompt(chat=chat) for question in self.questions]
 
 
 OwnFields = TypeVar("OwnFields", bound=PromptFields)
@@ -288,18 +268,6 @@ def with_questions(config: OwnFields) -> OwnFields:
 def has_chat_template(target: Model) -> bool:
     """Return whether a model's tokenizer has a chat template."""
     return target.tokenizer is not None and target.tokenizer.chat_template is not None
-
-
-def _prompt(question: Question, turn: int, answers: Sequence[str], chat: bool) -> Prompt:
-    """Return the prompt of a question's turn, with `chat` as messages after earlier answers."""
-    if not chat:
-        return question.turns[0]
-    messages = []
-    for number, text in enumerate(question.turns[: turn + 1]):
-        messages.append({"role": "user", "content": text})
-        if number < turn:
-            messages.append({"role": "assistant", "content": answers[number]})
-    return messages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -333,7 +301,7 @@ class DecodeConfig(DeviceFields, DecodingFields, PromptFields):
 
     def tuning_prompts(self, target: Model) -> list[Prompt]:
         """Return the prompts of the first turns."""
-        return self.turn_prompts(target, 0)
+        return self.first_prompts(target)
 
     @property
     def comparable(self) -> bool:
@@ -365,18 +333,6 @@ class DecodeConfig(DeviceFields, DecodingFields, PromptFields):
         if "tree" not in drafter.options:
             tree = dict.fromkeys(tree)
         return {**self.written, "compare": self.compare, "drafter": section, "tree": tree}
-
-    def turn_seeds(self, number: int) -> tuple[int, SamplingParams]:
-        """Return the seed and the sampling parameters with which turn `number` (from 0) is decoded.
-
-        Both contain other seeds in each turn, so that turns do not share random draws.
-        """
-        if number == 0:
-            return self.options.seed, self.sampling
-        sampling = self.sampling
-        if sampling.seed is not None:
-            sampling = replace(sampling, seed=derived_seed(sampling.seed, _TURN, number))
-        return derived_seed(self.options.seed, _TURN, number), sampling
 
 
 def read_decode_config(written: Mapping[str, Any]) -> DecodeConfig:

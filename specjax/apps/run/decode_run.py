@@ -1,7 +1,7 @@
-"""Run a decode config, alternating between plain decoding and the drafters.
+"""The runner's preset of `decode`: groups of questions, decoded plainly and by drafters in turn.
 
-Rows are decoded in groups, each by one drafter after another. With one slot a group is a single
-row; with more, a group is large enough that most of its rows enter a slot that another row left.
+With one slot a group is a single question; with more, a group is large enough that most of its rows
+enter a slot that another row left.
 """
 
 from __future__ import annotations
@@ -10,96 +10,48 @@ import functools
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from specjax.apps.command_line.console import Marker, Screen
-from specjax.apps.rows.compare_outputs import Difference, compare_row
 from specjax.apps.rows.decode_report import PLAIN, Clock, DrafterRun
 from specjax.apps.rows.records import DecodedRow
+from specjax.apps.rows.speedups import median_repeat
 from specjax.apps.rows.statistics import engine_summary
-from specjax.apps.run.decode_config import (
-    DecodeConfig,
-    make_config_drafter,
-)
-from specjax.apps.run.ways import Way, median_repeat, turn_order
+from specjax.apps.run.conversations import Conversations, Turn
+from specjax.apps.run.decode_config import ConfigDrafter, DecodeConfig, make_config_drafter
+from specjax.apps.run.runner import Answers, Program, Way, in_turn, turn_order
 from specjax.core.none import PLAIN_DECODING
-from specjax.drafters import LoadedDrafter
-from specjax.engine.generate import Generation, decode_requests, expected_acceptance
+from specjax.engine.generate import Generation, expected_acceptance
 from specjax.engine.outputs import Delta
-from specjax.engine.plan import DecodePlan, plan_requests
-from specjax.engine.requests import Request, groups
-from specjax.loading.model import Model
+from specjax.engine.plan import DecodePlan
+from specjax.engine.requests import groups
 
 _GROUP = 4
-"""The number of rows of a group per slot."""
+"""The number of questions of a group per slot."""
 _REPEATS, _SHORT_S = 3, 30.0
 """How often a single prompt is decoded, and the seconds within which its repeats must end."""
 SHOWN_ROWS = 24
 """The maximum number of rows whose texts are shown; of more rows, texts are in the report only."""
 
-
-@dataclass
-class _Side(Way):
-    """One drafter, or plain decoding, with the requests of a turn and its results."""
-
-    requests: Sequence[Request] = ()
-    run: DrafterRun | None = None
-    results: list[Generation] = field(default_factory=list)
-
-    @property
-    def speed(self) -> float:
-        """The tokens/s so far, including a group in progress."""
-        statistics = self.engine.statistics
-        return statistics.tokens / statistics.decode_s if statistics.decode_s else 0.0
-
-
-def decode_batches(
-    config: DecodeConfig,
-    model: Model,
-    drafters: Sequence[LoadedDrafter],
-    runs: Sequence[DrafterRun],
-    screen: Screen,
-    clock: Clock,
-    *,
-    with_expectation: bool = False,
-) -> Iterator[None]:
-    """Decode a config's prompts with each of its drafters, showing the texts of the first.
-
-    Yields whenever all drafters have finished a group, whose rows are then in `runs`, which has one
-    entry per drafter. Progress and texts are shown on `screen`, and `clock` gets the times of
-    compiling and of the first token. With `with_expectation` the expected acceptance is computed
-    too, which takes as long as decoding. Raises InputError for prompts that cannot be decoded, and
-    KeyboardInterrupt, if the user interrupts, after the last finished group.
-    """
-    decoding = _Decoding(config, model, screen, clock)
-    for turn in range(config.num_turns):
-        sides, plain = decoding.open_sides(turn, drafters, runs)
-        yield from decoding.decode_turn(turn, sides, plain)
-        for side in sides:
-            if with_expectation and config.has_expectation and side.name != PLAIN_DECODING:
-                with screen.working(
-                    f"expected acceptance: the distributions of {side.name}'s run once more"
-                ):
-                    expected = expected_acceptance(side.plan, side.requests, side.results)
-                    side.run.expected.append(expected)
-
-
-_Repeat = dict[str, Generation]
-"""The results of one repeat of a group, by drafter name or `PLAIN`."""
+_Repeat = dict[Way, list[Answers]]
+"""What each way answered in one repeat of a group, by turn."""
 
 
 @dataclass
-class _Decoding:
-    """The state of decoding a config's prompts; `answers` are the texts of the first drafter."""
+class Decoding:
+    """The decoding of a config's conversations with each of its drafters; `runs` get the rows."""
 
     config: DecodeConfig
-    model: Model
+    conversations: Conversations
+    drafters: Sequence[ConfigDrafter]
+    runs: Sequence[DrafterRun]
     screen: Screen
     clock: Clock
+    plain: Way | None = None
+    recorded: dict[int, Generation] = field(default_factory=dict)
+    """Results of plain decoding that are there already, by the number of their first request."""
     finished_rows: int = 0
     """The rows finished by plain decoding and all drafters together."""
-    finished_groups: int = 0
-    answers: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
 
     @property
     def simulated(self) -> bool:
@@ -107,14 +59,9 @@ class _Decoding:
         return any(drafter.replays for drafter in self.config.drafters)
 
     @property
-    def with_plain(self) -> bool:
-        """Whether prompts are also decoded plainly."""
-        return self.config.compare or self.simulated
-
-    @property
     def num_rows(self) -> int:
         """The number of rows that each drafter decodes."""
-        return sum(len(self.config.turn(turn)) for turn in range(self.config.num_turns))
+        return self.conversations.rows[-1]
 
     @property
     def num_repeats(self) -> int:
@@ -127,101 +74,105 @@ class _Decoding:
         """Whether texts are shown on the screen."""
         return self.num_rows <= SHOWN_ROWS
 
-    def open_sides(
-        self, turn: int, drafters: Sequence[LoadedDrafter], runs: Sequence[DrafterRun]
-    ) -> tuple[list[_Side], _Side | None]:
-        """Return the sides of a turn: one for each drafter, and that of plain decoding or None."""
-        config = self.config
-        seed, sampling = config.turn_seeds(turn)
-        plan = functools.partial(
-            plan_requests,
-            self.model,
-            config.turn_prompts(self.model, turn, self.answers),
-            sampling=sampling,
-            names=[
-                config.prompt_name(config.questions[index].question_id, turn)
-                for index in config.turn(turn)
-            ],
-        )
-        options = replace(config.options, seed=seed)
-        sides = [
-            _side(run.drafter, plan(drafter=drafter, options=options), run)
-            for drafter, run in zip(drafters, runs, strict=True)
-        ]
-        if not self.with_plain:
-            return sides, None
-        plain = _side(PLAIN, plan(options=options.without_drafts()))
-        if self.simulated:
-            for index in _groups(plain):
-                plain.results.append(self.decode(plain, index))
-            recorded = [ids for result in plain.results for ids in result.token_ids]
-            for side, drafter in zip(sides, config.drafters, strict=True):
-                if drafter.replays:
-                    made = make_config_drafter(config, drafter, self.model, recorded).loaded
-                    side.plan, side.requests = plan(drafter=made, options=options)
-        return sides, plain
+    @property
+    def groups(self) -> list[Sequence[int]]:
+        """The indices of questions in groups; each is decoded in all ways before the next one."""
+        count = len(self.config.questions)
+        slots = min(self.config.options.batch_size, count)
+        return groups(range(count), slots if slots == 1 else _GROUP * slots)
 
-    def decode_turn(self, turn: int, sides: Sequence[_Side], plain: _Side | None) -> Iterator[None]:
-        """Decode a turn's groups, each by the first drafter, plainly, and by the other drafters.
+    def run(self, *, with_expectation: bool = False) -> Iterator[None]:
+        """Decode all groups, showing the texts of the first drafter.
 
-        Drafters alternate, so that a slow phase of the machine affects all of them.
+        Yields whenever a group, whose rows are then in `runs`, has been decoded in all ways. With
+        `with_expectation` the expected acceptance is computed at the end, which takes as long as
+        decoding. Raises InputError for prompts that cannot be decoded, and KeyboardInterrupt, if
+        the user interrupts, after the last finished group.
         """
-        sides[0].open(sides[0].requests, self.screen, self.clock)
-        for number, index in enumerate(_groups(sides[0])):
-            # If a drafter needs the output of plain decoding, that has already run.
-            recorded = plain.results[number] if plain is not None and plain.results else None
-            repeats, interrupted = self.decode_group(turn, index, sides, plain, recorded)
-            questions = [self.config.questions[number] for number in self.asked(turn, index)]
-            chosen = [self.choose(side, index, repeats) for side in sides]
-            rows = []
-            # An interruption within this loop would record the group for some drafters only.
-            for side, (result, baseline, differences) in zip(sides, chosen, strict=True):
-                side.results.append(result)
-                speeds = _speeds(side, repeats)
-                group = self.finished_groups
-                rows.append(
-                    side.run.add(group, turn, questions, result, baseline, differences, speeds)
-                )
-                side.run.engines[turn] = engine_summary(side.engine.statistics)
-            first = chosen[0][0]
-            for question, text in zip(self.asked(turn, index), first.texts, strict=True):
-                self.answers[question].append(text)
-            if self.shows_texts:
-                self.show(turn, sides, index, first, rows)
-            self.finished_groups += 1
+        ways = self._ways()
+        drafted = [way for way in ways if way is not self.plain]
+        answered: dict[Way, list[Answers]] = defaultdict(list)
+        batch = 0
+        for group in self.groups:
+            repeats, interrupted = self._decode_group(group, ways)
+            turns = range(len(repeats[0][ways[0]]))
+            # Comparing takes long: an interruption must not add the group for some drafters only.
+            finished = [
+                [self._finish(way, turn, batch + turn, repeats) for way in drafted]
+                for turn in turns
+            ]
+            batch += len(turns)
+            for of_turn in finished:
+                for way, (answers, rows) in zip(drafted, of_turn, strict=True):
+                    way.run.add(answers.result, rows)
+                    way.run.engine = engine_summary(way.program.engine.statistics)
+                    answered[way].append(answers)
+                if self.shows_texts:
+                    first = of_turn[0][0]
+                    run_rows = [rows for _, rows in of_turn]
+                    self._show(drafted[0].plan, first, run_rows, alone=len(group) == 1)
             yield
             if interrupted:
                 raise KeyboardInterrupt
+        for way in drafted:
+            if with_expectation and self.config.has_expectation and way.name != PLAIN_DECODING:
+                with self.screen.working(
+                    f"expected acceptance: the distributions of {way.name}'s run once more"
+                ):
+                    requests = [one for each in answered[way] for one in each.turn.requests]
+                    results = [each.result for each in answered[way]]
+                    expected = expected_acceptance(way.plan, requests, results)
+                    way.run.expected = expected if expected.num_nodes else None
 
-    def decode_group(
-        self,
-        turn: int,
-        index: list[int],
-        sides: Sequence[_Side],
-        plain: _Side | None,
-        recorded: Generation | None,
-    ) -> tuple[list[_Repeat], bool]:
-        """Decode a group with all of `sides` and plainly, in several repeats if configured.
+    def _ways(self) -> list[Way]:
+        """Return the ways to decode: the first drafter, plain decoding, and the other drafters.
 
-        `recorded` is the result of plain decoding if it has run already. Returns the complete
-        repeats, and whether the user interrupted them. Raises KeyboardInterrupt if none is
-        complete.
+        Plain decoding is first, and done, if some drafter is made from its output.
         """
-        ways = [sides[0], *([] if plain is None else [plain]), *sides[1:]]
+        config, options = self.config, self.config.options
+        made = [one.loaded for one in self.drafters]
+        if config.compare or self.simulated:
+            plan = self.conversations.plan(None, options.without_drafts())
+            self.plain = Way(PLAIN, Program(plan))
+        if self.simulated:
+            found: dict[int, list[int]] = {}
+            for group in self.groups:
+                for _, answers in in_turn(self.conversations, group, [self.plain], self._decode):
+                    for one in answers:
+                        numbers = [request.number for request in one.turn.requests]
+                        self.recorded[numbers[0]] = one.result
+                        found |= zip(numbers, one.result.token_ids, strict=True)
+            continuations = [found.get(number, []) for number in range(max(found) + 1)]
+            for index, drafter in enumerate(config.drafters):
+                if drafter.replays:
+                    model = self.conversations.model
+                    made[index] = make_config_drafter(config, drafter, model, continuations).loaded
+        ways = [
+            Way(run.drafter, Program(self.conversations.plan(drafter, options)), run)
+            for drafter, run in zip(made, self.runs, strict=True)
+        ]
+        if self.plain is not None:
+            ways.insert(0 if self.simulated else 1, self.plain)
+        return ways
+
+    def _decode_group(
+        self, group: Sequence[int], ways: Sequence[Way]
+    ) -> tuple[list[_Repeat], bool]:
+        """Decode a group in all ways, in several repeats if configured.
+
+        Returns the complete repeats, and whether the user interrupted them. Raises
+        KeyboardInterrupt if none is complete.
+        """
         repeats: list[_Repeat] = []
         interrupted = False
         try:
-            while not repeats or self.repeats_after(repeats):
-                first, order = not repeats, turn_order(len(ways), len(repeats))
+            while not repeats or self._repeats_after(repeats):
+                order = [ways[number] for number in turn_order(len(ways), len(repeats))]
+                asked = [one.turn for one in repeats[0][ways[0]]] if repeats else ()
                 repeats.append({})
-                for way in (ways[number] for number in order):
-                    if first and way is sides[0]:
-                        result = self.decode_first(turn, way, index)
-                    elif first and way is plain and recorded is not None:
-                        result = recorded
-                    else:
-                        result = self.decode(way, index, repeat=len(repeats))
-                    repeats[-1][way.name] = result
+                shown = len(group) == 1 and self.shows_texts and len(repeats) == 1
+                decode = functools.partial(self._decode, repeat=len(repeats), shown=shown)
+                repeats[-1] |= in_turn(self.conversations, group, order, decode, asked)
         except KeyboardInterrupt:
             interrupted = True
         complete = [repeat for repeat in repeats if len(repeat) == len(ways)]
@@ -229,9 +180,11 @@ class _Decoding:
             raise KeyboardInterrupt
         return complete, interrupted
 
-    def repeats_after(self, repeats: Sequence[_Repeat]) -> bool:
+    def _repeats_after(self, repeats: Sequence[_Repeat]) -> bool:
         """Return whether to decode a group once more after these repeats."""
-        results = [result for repeat in repeats for result in repeat.values()]
+        results = [
+            one.result for repeat in repeats for answers in repeat.values() for one in answers
+        ]
         seconds = sum(result.prefill_s + result.decode_s for result in results)
         if len(repeats) >= self.num_repeats or not all(
             r.new_tokens and r.decode_s for r in results
@@ -240,132 +193,106 @@ class _Decoding:
         next_end = seconds * (1 + 1 / len(repeats))
         return self.config.repeats is not None or next_end < _SHORT_S
 
-    def choose(
-        self, side: _Side, index: Sequence[int], repeats: Sequence[_Repeat]
-    ) -> tuple[Generation, Generation | None, list[Difference | None] | None]:
-        """Return the result to report for a group, plain decoding's, and the differences of rows.
+    def _finish(
+        self, way: Way, turn: int, batch: int, repeats: Sequence[_Repeat]
+    ) -> tuple[Answers, list[DecodedRow]]:
+        """Return the answers to report for a turn of a group, the run's group `batch`, as rows too.
 
         They are from the repeat with the median speed-up, or from the first one whose tokens
         differ.
         """
+        ours, questions = [repeat[way][turn] for repeat in repeats], self.config.questions
+        if self.plain is None:
+            return ours[0], ours[0].rows(way.name, batch, questions, None, None)
+        plain = [repeat[self.plain][turn].result for repeat in repeats]
+        pairs = list(zip(ours, plain, strict=True))
+        compared = self.config.compare and self.config.comparable
         differences = [
-            self.compare(side, index, repeat[side.name], repeat.get(PLAIN)) for repeat in repeats
+            one.differences(way.plan, other) if compared else None for one, other in pairs
         ]
+        speeds = []
+        if len(repeats) > 1:
+            speeds = [(o.result.tokens_per_second, p.tokens_per_second) for o, p in pairs]
         different = [number for number, rows in enumerate(differences) if rows and any(rows)]
-        if different:
-            number = different[0]
-        elif len(repeats) == 1:
-            number = 0
-        else:
-            number = median_repeat([(repeat[PLAIN], repeat[side.name]) for repeat in repeats])
-        return repeats[number][side.name], repeats[number].get(PLAIN), differences[number]
+        number = different[0] if different else median_repeat(speeds) if speeds else 0
+        found = (plain[number], differences[number], speeds)
+        return ours[number], ours[number].rows(way.name, batch, questions, *found)
 
-    def asked(self, turn: int, index: Sequence[int]) -> list[int]:
-        """Return the indices, in the config, of the questions of a group of prompts."""
-        return [self.config.turn(turn)[prompt] for prompt in index]
+    def _decode(self, way: Way, turn: Turn, *, repeat: int = 1, shown: bool = False) -> Generation:
+        """Decode a turn of a group, showing progress, and if `shown` the first drafter's text.
 
-    def decode_first(self, turn: int, side: _Side, index: list[int]) -> Generation:
-        """Decode a group with the first drafter, showing the text if the group is a single row."""
-        (question, *others) = self.asked(turn, index)
-        if others or not self.shows_texts:
-            return self.decode(side, index)
-        if self.screen.live:
-            self.screen.question(question + 1, self.config.questions, turn)
-            return self.decode(side, index, live=True)
-        result = self.decode(side, index)
-        self.screen.question(question + 1, self.config.questions, turn)
-        self.screen.text(_pieces(side.plan, result, 0))
-        self.screen.rest()
-        return result
-
-    def show(
-        self,
-        turn: int,
-        sides: Sequence[_Side],
-        index: Sequence[int],
-        first: Generation,
-        rows: Sequence[Sequence[DecodedRow]],
-    ) -> None:
-        """Show the texts of a group, unless `decode_first` did, and the result of each row."""
-        for number, question in enumerate(self.asked(turn, index)):
-            if len(index) > 1:
-                self.screen.question(question + 1, self.config.questions, turn)
-                self.screen.text(_pieces(sides[0].plan, first, number))
-            for side, side_rows in zip(sides, rows, strict=True):
-                name = side.name if len(sides) > 1 else ""
-                brief = side is not sides[0]
-                if self.num_rows == len(sides) == 1 and side_rows[number].finish_reason != "error":
-                    self.screen.row_length(side_rows[number])  # the results say the rest
-                    continue
-                self.screen.row_result(side_rows[number], name, brief=brief, timed=len(index) == 1)
-
-    def compare(
-        self, side: _Side, index: Sequence[int], result: Generation, baseline: Generation | None
-    ) -> list[Difference | None] | None:
-        """Return the differences of a group's rows from plain decoding, or None if not compared."""
-        if not self.config.compare or not self.config.comparable or baseline is None:
-            return None
-        return [
-            compare_row(side.plan, side.requests[prompt], ours, plain)
-            for prompt, ours, plain in zip(index, result.token_ids, baseline.token_ids, strict=True)
-        ]
-
-    def decode(
-        self, side: _Side, index: list[int], *, live: bool = False, repeat: int = 1
-    ) -> Generation:
-        """Decode a group of prompts, showing the text while it is decoded if `live`.
-
-        `repeat` (from 1) is the number of the repeat, for the lines of progress.
+        `repeat` is the number of the repeat, from 1.
         """
-        side.open(side.requests, self.screen, self.clock)
-        marker = Marker(side.plan.model.tokenizer)
-        decoded, ended = sum(len(result.token_ids) for result in side.results), 0
-        ways = len(self.config.drafters) + self.with_plain
-        total = self.num_rows * ways * self.num_repeats
-        label = side.name + f", repeat {repeat}" * (self.num_repeats > 1)
+        if way is self.plain and repeat == 1:
+            recorded = self.recorded.pop(turn.requests[0].number, None)
+            if recorded is not None:
+                return recorded
+        shown = shown and way.run is self.runs[0]
+        way.program.open(way.name, turn.requests, self.screen, self.clock)
+        if shown and self.screen.live:
+            self._show_question(turn, 0)
+        marker = Marker(way.plan.model.tokenizer)
+        statistics = way.program.engine.statistics
+        decoded, ended = len(self.runs[0].rows), 0
+        total = self.num_rows
+        ways = len(self.runs) + (self.plain is not None)
+        label = way.name + f", repeat {repeat}" * (self.num_repeats > 1)
 
         def follow(deltas: list[Delta]) -> None:
             nonlocal ended
             if self.clock.first_token_s is None and deltas:
                 self.clock.first_token_s = time.perf_counter() - self.clock.begin
             for delta in deltas:
-                if live:
+                if shown and self.screen.live:
                     self.screen.text(marker.mark(delta))
                 ended += delta.output is not None
             self.screen.progress(
                 label,
                 decoded + ended,
-                len(side.requests),
-                side.speed,
-                (self.finished_rows + ended) / total,
+                total,
+                statistics.tokens / statistics.decode_s if statistics.decode_s else 0.0,
+                (self.finished_rows + ended) / (total * ways * self.num_repeats),
             )
 
-        requests = [side.requests[prompt] for prompt in index]
-        result = decode_requests(side.plan, requests, engine=side.engine, follow=follow)
+        result = way.decode(turn, follow)
         self.screen.rest()
-        self.finished_rows += len(index)
+        self.finished_rows += len(turn.questions)
+        if shown and not self.screen.live:
+            self._show_question(turn, 0)
+            self.screen.text(_pieces(way.plan, result, 0))
+            self.screen.rest()
         return result
 
+    def _show_question(self, turn: Turn, row: int) -> None:
+        self.screen.question(turn.questions[row] + 1, self.config.questions, turn.number)
 
-def _side(
-    name: str, planned: tuple[DecodePlan, Sequence[Request]], run: DrafterRun | None = None
-) -> _Side:
-    plan, requests = planned
-    return _Side(name, plan, requests=requests, run=run)
+    def _show(
+        self,
+        plan: DecodePlan,
+        first: Answers,
+        rows: Sequence[Sequence[DecodedRow]],
+        *,
+        alone: bool,
+    ) -> None:
+        """Show the texts of a turn of a group, unless it is `alone`, and the result of each row.
 
-
-def _groups(side: _Side) -> list[list[int]]:
-    """Return the indices of prompts in groups; all drafters decode a group before the next one."""
-    slots = side.plan.options.batch_size
-    return groups(list(range(len(side.requests))), slots if slots == 1 else _GROUP * slots)
-
-
-def _speeds(side: _Side, repeats: Sequence[_Repeat]) -> list[tuple[float, float]]:
-    """Return a side's tokens/s and plain decoding's in each repeat; empty for a single repeat."""
-    if len(repeats) == 1:
-        return []
-    results = [(repeat[side.name], repeat[PLAIN]) for repeat in repeats]
-    return [tuple(run.new_tokens / run.decode_s for run in pair) for pair in results]
+        `first` are the answers of the first drafter, whose plan is `plan`. `_decode` showed the
+        text of a group of one question.
+        """
+        turn = first.turn
+        for number in range(len(turn.questions)):
+            if not alone:
+                self._show_question(turn, number)
+                self.screen.text(_pieces(plan, first.result, number))
+            for run, run_rows in zip(self.runs, rows, strict=True):
+                row = run_rows[number]
+                if self.num_rows == len(rows) == 1 and row.finish_reason != "error":
+                    self.screen.row_length(row)  # the results say the rest
+                    continue
+                several = alone and self.num_rows > len(self.config.questions)
+                names = [f"turn {turn.number + 1}"] * several + [run.drafter] * (len(rows) > 1)
+                brief = run is not self.runs[0]
+                self.screen.row_result(row, ", ".join(names), brief=brief, timed=alone)
 
 
 def _pieces(plan: DecodePlan, result: Generation, row: int) -> list[tuple[str, int]]:

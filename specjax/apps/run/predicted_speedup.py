@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from specjax import metrics
 from specjax.apps.command_line.config_file import config_of
 from specjax.apps.command_line.mesh_config import open_mesh
 from specjax.apps.rows.decode_report import device_name
-from specjax.apps.rows.records import Run
+from specjax.apps.rows.records import DecodedRow, Run
 from specjax.apps.rows.statistics import batch_widths, summarize
 from specjax.apps.run.decode_config import (
     DecodeConfig,
@@ -41,14 +41,13 @@ class RoundCosts:
     draft_s: float
     width_s: dict[int, float]
 
-    def speedup(self, tokens_per_round: float, widths: np.ndarray) -> float | None:
-        """Return the predicted speed-up over plain decoding, or None without passes.
-
-        `tokens_per_round` is the mean number of tokens that a round emits, and `widths` [R] the
-        width of each pass in slots.
-        """
+    def speedup_of(self, rows: Sequence[DecodedRow]) -> float | None:
+        """Return the predicted speed-up of rows over plain decoding, or None without passes."""
+        tokens, widths = summarize(rows).tokens_per_round, batch_widths(rows)
+        if tokens is None:
+            return None
         return metrics.predicted_speedup(
-            tokens_per_round, self.width_s[1], self.draft_s, widths, self.width_s
+            tokens, self.width_s[1], self.draft_s, widths, self.width_s
         )
 
 
@@ -86,8 +85,7 @@ def predicted_speedups(runs: Sequence[Run], say: Callable[[str], None]) -> list[
         with sharding.use(plan.mesh):
             new_tokens = np.mean([row.new_tokens for row in run.rows])
             parts = measure_round_costs(plan, requests, new_tokens)
-        tokens = summarize(run.rows).tokens_per_round
-        predicted[index] = tokens and parts.speedup(tokens, batch_widths(run.rows))
+        predicted[index] = parts.speedup_of(run.rows)
     return predicted
 
 
@@ -121,13 +119,12 @@ def _planned(run: Run, config: DecodeConfig, model: Model) -> tuple[DecodePlan, 
     recorded = [list(row.token_ids) for row in run.rows if row.turn == 0]
     (drafter,) = config.drafters
     continuations = recorded if drafter.replays else None
-    seed, sampling = config.turn_seeds(0)
     return plan_requests(
         model,
-        config.turn_prompts(model, 0),
+        config.first_prompts(model),
         drafter=make_config_drafter(config, drafter, model, continuations).loaded,
-        options=replace(config.options, seed=seed),
-        sampling=sampling,
+        options=config.options,
+        sampling=config.sampling,
     )
 
 

@@ -43,8 +43,6 @@ from specjax.files import atomic_writes
 from specjax.files.json_files import read_json_file
 from specjax.files.path_checks import output_folder
 
-DIFFERENT = 1
-"""Exit code if the output differs from plain decoding by more than rounding explains."""
 _SETTINGS = "settings.json"
 
 
@@ -91,7 +89,7 @@ def run(config: SpecBenchConfig) -> int:
                 return command.INTERRUPTED
         for path in report.write(measuring.paths, out / "report", formats=config.formats):
             screen.say(f"wrote {printable(str(path))}")
-    return 0 if measuring.exact else DIFFERENT
+    return 0 if measuring.exact else command.DIFFERENT
 
 
 def _check_settings(path: Path, settings: dict[str, Any], where: str) -> None:

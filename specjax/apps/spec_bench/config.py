@@ -34,7 +34,7 @@ from specjax.fields import (
     optional,
     read_values,
 )
-from specjax.loading.texts.questions import Question, stratified, task_of
+from specjax.loading.texts.questions import Question, digest, stratified, task_of
 from specjax.methods.find_head import shipped_heads
 from specjax.methods.ngram import NGRAM
 from specjax.methods.registry import METHODS
@@ -70,8 +70,8 @@ class Cell:
     def file_name(self) -> str:
         """The name of the file with the cell's answers."""
         description = f"{self.entry}-{self.length}-t{self.temperature:g}"
-        digest = hashlib.sha256(description.encode()).hexdigest()[:8]
-        return f"{re.sub(r'[^A-Za-z0-9.=+-]+', '_', description)[:100]}-{digest}.jsonl"
+        hashed = hashlib.sha256(description.encode()).hexdigest()[:8]
+        return f"{re.sub(r'[^A-Za-z0-9.=+-]+', '_', description)[:100]}-{hashed}.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,8 +126,7 @@ class SpecBenchConfig(MeshFields, TargetFields):
         left_out = ("out", "formats", "prompts")
         values = {key: value for key, value in self.written.items() if key not in left_out}
         values["drafters"] = ",".join(_entries(self))
-        digest = hashlib.sha256(repr(self.chosen).encode()).hexdigest()[:16]
-        values["prompts"] = f"{len(self.chosen)} questions, {digest}"
+        values["prompts"] = f"{len(self.chosen)} questions, {digest(self.chosen)}"
         return {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in dotted(values).items()

@@ -2,39 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
 from specjax.apps.command_line.console import Screen
+from specjax.apps.run.conversations import Conversations
 from specjax.apps.run.decode_config import ConfigDrafter, make_config_drafter
+from specjax.apps.run.runner import Program
 from specjax.apps.spec_bench.config import Cell, SpecBenchConfig
 from specjax.drafters import DRAFTER_KIND
 from specjax.engine.options import AUTO, FIXED
-from specjax.engine.plan import DecodePlan, plan_rows
-from specjax.loading.model import Model
 
 
 class Programs:
-    """The plans of a config's cells, whose drafters are loaded only once.
+    """The programs of a config's cells, whose drafters are loaded only once.
 
     Cells of a drafter that differ in a numeric draft length or in a temperature above 0 share a
-    plan. Greedy decoding has a plan of its own, and so has the drafter's default length.
+    program. Greedy decoding has a program of its own, and so has the drafter's default length. The
+    controller `auto` learns, so such a cell shares its program with no other.
     """
 
     def __init__(
-        self, config: SpecBenchConfig, model: Model, capacity: int, screen: Screen
+        self, config: SpecBenchConfig, conversations: Conversations, screen: Screen
     ) -> None:
-        """Keep the arguments; `capacity` is the maximum number of tokens of a row."""
+        """Keep the arguments; the programs decode all turns of `conversations`."""
         lengths = config.num_speculative_tokens
         self._longest = max((k for k in lengths if isinstance(k, int)), default=None)
-        self._model, self._capacity, self._screen = model, capacity, screen
+        self._conversations, self._screen = conversations, screen
         self._drafters: dict[tuple[str, bool], ConfigDrafter] = {}
+        self._programs: dict[Any, Program] = {}
 
-    def plan(self, cell: Cell) -> DecodePlan:
-        """Return the plan of a cell. Raises InputError."""
+    def program(self, cell: Cell) -> Program:
+        """Return the program of a cell. Raises InputError."""
         length = AUTO if cell.length == AUTO else FIXED
         options = replace(cell.config.options, num_speculative_tokens=length)
         loaded = self.drafter(cell).loaded
-        return plan_rows(self._model, loaded, options, self._capacity, [cell.config.sampling])
+        plan = self._conversations.plan(loaded, options, cell.config.sampling)
+        # An engine keeps the limit of its latest cell, so other lengths need engines of their own.
+        key = cell.entry, plan.loop, None if isinstance(cell.length, int) else cell.length
+        return self._programs.setdefault(key, Program(plan))
+
+    def close_all_but(self, used: Collection[Program]) -> None:
+        """Free the caches of all programs but those in `used`."""
+        for program in self._programs.values():
+            if program not in used:
+                program.close()
 
     def drafter(self, cell: Cell) -> ConfigDrafter:
         """Return a cell's drafter; for numeric draft lengths, a chain as long as the largest."""
@@ -54,5 +67,8 @@ class Programs:
         options = replace(config.options, num_speculative_tokens=length)
         (drafter,) = config.drafters
         return make_config_drafter(
-            replace(config, options=options), drafter, self._model, tell=self._screen.say
+            replace(config, options=options),
+            drafter,
+            self._conversations.model,
+            tell=self._screen.say,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +29,25 @@ class Question:
     @property
     def first_turn(self) -> list[dict[str, str]]:
         """The question's first turn as a conversation of one message."""
-        return [{"role": "user", "content": self.turns[0]}]
+        return self.prompt(chat=True)
+
+    def prompt(self, answers: Sequence[str] = (), *, chat: bool) -> str | list[dict[str, str]]:
+        """Return the prompt of the turn that follows `answers` to the earlier ones.
+
+        With `chat` it is a conversation up to the user's message, otherwise the first turn's text.
+        """
+        if not chat:
+            return self.turns[0]
+        messages = []
+        for text, answer in zip(self.turns, answers, strict=False):
+            messages += [{"role": "user", "content": text}]
+            messages += [{"role": "assistant", "content": answer}]
+        return [*messages, {"role": "user", "content": self.turns[len(answers)]}]
+
+
+def digest(questions: Question | Sequence[Question]) -> str:
+    """Return a hash of one or several questions, in 16 hexadecimal digits."""
+    return hashlib.sha256(repr(questions).encode()).hexdigest()[:16]
 
 
 def read_questions(path: str | os.PathLike) -> list[Question]:
