@@ -25,7 +25,7 @@ from specjax.core.state import FULL, STOPPED
 from specjax.sampling import RULES
 
 COUNTS = ("drafted", "accepted", "emitted")
-FEW, MANY = 8_000, 48_000
+FEW, MANY = 8_000, 24_000
 SOME_ROUNDS = 4
 
 
