@@ -61,8 +61,9 @@ class Cell:
         return program(self)
 
 
-USUAL = {"chain": ("block", "coupled"), "static": ("block",), "dynamic": ("coupled",)}
-"""The rules of each topology in the default suite; `--slow` has all cells."""
+USUAL = {"chain": ("block",), "static": ("block",), "dynamic": ("coupled",)}
+"""The rules of each topology in the default suite; `--slow` has all cells. Chains under `coupled` are
+in test_slots_and_pages."""
 USUAL_PAIRS = {"merged": ("suffix", "draft_model", "eagle3"), "turns": ("corpus", "medusa", "mtp")}
 """The methods that the default suite has beside a lookup, under `rejection`."""
 
