@@ -156,29 +156,6 @@ class Scripted:
         return state
 
 
-def assert_ends(target, drafter):
-    """Check that rows end as in plain decoding: at the last position, and at stop tokens."""
-    rng = np.random.default_rng(1)
-    lengths = (570, 590, 598, 599)
-    prompts = [rng.integers(target.config.vocab_size, size=length).tolist() for length in lengths]
-    # The noise is shared, so that drafts of sampled rows are accepted.
-    drawn = SamplingParams(temperature=0.8, seed=3, max_new_tokens=12)
-    requests = [greedy(max_new_tokens=50)] * 4 + [drawn]
-    options = dict(verify="coupled", batch_size=16)
-    plain = decode(target, [*prompts, PROMPTS[1]], sampling=requests, **options)
-    tokens = plain.token_ids[4]
-    requests[4:] = [dataclasses.replace(drawn, stop_token_ids=(stop,)) for stop in tokens]
-    prompts += [PROMPTS[1]] * len(tokens)
-    got = decode(
-        target, prompts, sampling=requests, drafter=drafter, num_speculative_tokens=3, **options
-    )
-    assert got.token_ids[:4] == plain.token_ids[:4]
-    assert [len(each) for each in got.token_ids[:4]] == [30, 10, 2, 1]
-    assert got.token_ids[4:] == [tokens[: tokens.index(stop) + 1] for stop in tokens]
-    assert set(got.finish_reasons[4:]) == {"stop"}
-    assert got.accepted[4:].max() > 0
-
-
 def batch_arguments(call, index):
     """Return the arrays of the call's requests with the given indices."""
     return row_arguments(call.plan, [call.requests[number] for number in index])

@@ -33,8 +33,7 @@ differs from that which the output was drawn with. What a drafter learned from o
 is not covered: these need another seed. A row's noise depends on nothing else: never on the batch,
 the draft length or the compiled width; with JAX's default keys (threefry) this holds bit for bit.
 
-The later turns of a conversation, and prompts that need separate seeds, get them from
-`derived_seed`, by purpose.
+Prompts that need separate seeds get them from `derived_seed`, by purpose.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from conformance.methods import LENGTH, METHODS, USERS, VOCAB, drafter, takes, target
+from conformance.methods import LENGTH, METHODS, VARIANTS, VOCAB, drafter, takes, target
 from conftest import slow
 
 from specjax.core.drafter import Sampling
@@ -62,14 +62,23 @@ class Cell:
 
 
 USUAL = {"chain": ("block",), "static": ("block",), "dynamic": ("coupled",)}
-"""The rules of each topology in the default suite; `--slow` has all cells. Chains under `coupled` are
-in test_slots_and_pages."""
+"""The rules of each topology in the default suite; `--slow` has all cells."""
+OTHERS = (
+    ("draft_model", "chain", "coupled"),
+    ("suffix", "dynamic", "block"),
+    ("eagle3", "dynamic", "rejection"),
+)
+"""Cells that it has, too; all chains under `coupled` are in test_slots_and_pages."""
 USUAL_PAIRS = {"merged": ("suffix", "draft_model", "eagle3"), "turns": ("corpus", "medusa", "mtp")}
 """The methods that the default suite has beside a lookup, under `rejection`."""
 
 
 def is_usual(cell):
     """Return whether the default suite has a cell."""
+    if cell.method in VARIANTS:
+        return cell.method in ("itself", "random") and cell.rule == "block"
+    if dataclasses.astuple(cell) in OTHERS:
+        return True
     if cell.topology in USUAL_PAIRS:
         return cell.rule == "rejection" and cell.method in USUAL_PAIRS[cell.topology]
     return cell.rule in USUAL[cell.topology]
@@ -78,7 +87,7 @@ def is_usual(cell):
 def cells(topology):
     """Return the cells of a topology under each rule, as parameters of tests."""
     methods = [name for name in METHODS if name != "none" and takes(name, topology)]
-    methods += [*USERS] * (topology == "chain")
+    methods += [*VARIANTS] * (topology == "chain")
     every = [Cell(name, topology, rule) for name in methods for rule in RULES]
     usual = [cell for cell in every if is_usual(cell)]
     return [*usual, *slow(*(cell for cell in every if cell not in usual))]

@@ -41,6 +41,8 @@ TREES = {
 TOPOLOGIES = (*TREES, "merged", "turns")
 """Of a drafter alone; beside a lookup in one tree; after a lookup."""
 LOOKUP = Ngram(prompt_lookup_min=1, num_matches=1)
+SOME = np.arange(7, dtype=np.int32)
+DFLASH2 = dict(conv_kernel_size=2, conv_group_size=8, selector_rank=3, selector_top_k=5)
 RECORDED = 50_000
 """The number of rows for which `simulated` has tokens."""
 
@@ -74,9 +76,11 @@ def of_head(head, **options):
     return lambda **tree: head_drafter(head(target(), **options), target(), **tree)
 
 
-def draft_model(**tree):
+def draft_model(positions=64, **options):
     model = similar()
-    return LoadedDrafter(DraftModel(model.architecture, **tree), model.params)
+    config = dataclasses.replace(model.config, max_positions=positions)
+    model = dataclasses.replace(model, config=config)
+    return LoadedDrafter(DraftModel(model.architecture, **options), model.params)
 
 
 def quantized(**tree):
@@ -121,12 +125,20 @@ MAKERS = {
     "simulated": simulated,
 }
 """How to make a drafter of each method: a new one needs its line here, and is proved by it."""
-USERS = {
-    "always_right": lambda: LoadedDrafter(DraftModel(target().architecture), target().params),
-    "always_wrong": lambda: LoadedDrafter(Shifting(VOCAB, step=VOCAB)),
+VARIANTS = {
+    "itself": lambda: LoadedDrafter(DraftModel(target().architecture), target().params),
+    "shifting": lambda: LoadedDrafter(Shifting(VOCAB, step=VOCAB)),
     "random": lambda: random_distribution(VOCAB),
+    "draft_model_greedy": lambda: draft_model(draft_sample_method="greedy"),
+    "draft_model_short": lambda: draft_model(positions=14),
+    "layer_skip_p_min": named("layer_skip", skipped=(1,), draft_p_min=0.3),
+    "medusa_projected": of_head(medusa_head, heads=2, projection=True, ids=SOME),
+    "eagle_reduced": of_head(eagle_head, version=1, fc_bias=True, vocabulary=7),
+    "eagle3_flags": of_head(eagle_head, norm_before_residual=True, norm_output=True, fc_norm=True),
+    "mtp_raw": of_head(mtp_head, num_modules=3, hidden="pre_norm", recursion="raw"),
+    "dflash2": of_head(block_head, spread=0.5, **DFLASH2),
 }
-"""Drafters as users write them, as chains; the second repeats the last token."""
+"""The target as its own draft model, two drafters as users write them, other forms: as chains."""
 
 
 REFUSED = {
@@ -151,7 +163,7 @@ def drafter(name, topology):
     """Return the drafter of a method in a topology, as one that takes turns."""
     if topology in ("static", "dynamic"):
         return take_turns(MAKERS[name](tree=TREES[topology]))
-    made = (MAKERS | USERS)[name]()
+    made = (MAKERS | VARIANTS)[name]()
     if topology == "merged":
         return take_turns(merge_drafters(made, LOOKUP))
     return take_turns(LOOKUP, made) if topology == "turns" else take_turns(made)

@@ -28,7 +28,7 @@ NEW = [12, 14, 14, 9, 1, 16, 11, 7, 13, 14]
 ABORTED = (2, 5)
 
 
-def call_of(loaded):
+def call_of(loaded, rule="coupled"):
     sampling = [
         SamplingParams(**dict(zip(("temperature", "top_k", "top_p", "min_p"), warp, strict=True)))
         for warp in (WARPS * 2)[: len(PROMPTS)]
@@ -46,7 +46,7 @@ def call_of(loaded):
     ]
     options = {} if loaded is None else dict(drafter=loaded, num_speculative_tokens=LENGTH)
     return make_call(
-        target(), PROMPTS, sampling=sampling, verify="coupled", batch_size=3, **options
+        target(), PROMPTS, sampling=sampling, verify=rule, batch_size=3, **options
     ).with_options(rounds_per_step=2, max_prefill_tokens=5)
 
 
@@ -92,13 +92,21 @@ USUAL = [case for case in CASES if case[1] == "chain"]
 
 
 @pytest.mark.parametrize(
-    ("method", "topology"), [*USUAL, *slow(*(case for case in CASES if case not in USUAL))]
+    ("method", "topology", "rule"),
+    [
+        *((*case, "coupled") for case in USUAL),
+        # Under other rules what is drawn depends on a row's rounds, too.
+        *((name, "chain", "rejection") for name in ("draft_model", "eagle3")),
+        *slow(*((*case, "coupled") for case in CASES if case not in USUAL)),
+        *slow(*((*case, "block") for case in CASES if case[0] != "none")),
+    ],
 )
-def test_rows_in_company_give_what_they_give_alone(method, topology, plain):
+def test_rows_in_company_give_what_they_give_alone(method, topology, rule, plain):
     loaded = None if method == "none" else drafter(method, topology)
-    call = call_of(loaded)
+    call = call_of(loaded, rule)
     wanted = alone(call)
-    assert {number: result[0] for number, result in wanted.items()} == plain
+    if rule == "coupled":
+        assert {number: result[0] for number, result in wanted.items()} == plain
     dense = Engine.of(call.plan)
     pages = Engine.of(paged(call, NUM_PAGES, shares=True, size=PAGE).plan)
     for engine in (dense, pages):
@@ -113,4 +121,7 @@ def test_rows_in_company_give_what_they_give_alone(method, topology, plain):
                 else:
                     assert result[:kept] == wanted[number][:kept]
     assert_nothing_is_held(pages)
-    assert pages.statistics.summary().put_back > 0
+    summary = pages.statistics.summary()
+    assert summary.put_back > 0
+    shares = loaded is None or loaded.drafter.following_tokens is not None
+    assert (summary.shared_tokens > 2 * PAGE) == shares

@@ -223,7 +223,7 @@ def _speedup(figures: Figures) -> str:
 
 
 def _rank(figures: Figures) -> str:
-    """Return which of several repeats the speed-up is from (`ways.median_repeat`).
+    """Return which of several repeats the speed-up is from (`speedups.median_repeat`).
 
     If some row's tokens differ from plain decoding's, the repeat is the first one with such a row.
     """

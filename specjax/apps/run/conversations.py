@@ -77,7 +77,7 @@ class Conversations:
     def num_tokens(self, index: int) -> int:
         """Return the maximum number of tokens of a question's turns and answers.
 
-        An answer's text is rarely encoded in more tokens than were decoded.
+        An answer's text is rarely encoded in more tokens than were decoded; see `plan`.
         """
         turns = self.rows[index + 1] - self.rows[index]
         return len(self.last[index]) + turns * self.sampling.max_new_tokens
@@ -95,8 +95,22 @@ class Conversations:
     ) -> DecodePlan:
         """Return a plan for all turns, with other sampling if given. Raises InputError."""
         options = replace(options, batch_size=min(options.batch_size, len(self.questions)))
-        most = max(map(self.num_tokens, range(len(self.questions))))
-        return plan_rows(self.model, drafter, options, most, [sampling or self.sampling])
+        one = [sampling or self.sampling]
+        return plan_rows(self.model, drafter, options, self.most_tokens, one)
+
+    @property
+    def most_tokens(self) -> int:
+        """The number of tokens for which a row of the longest conversation has room.
+
+        Answers that are part of a later prompt may be encoded in a quarter more tokens than were
+        decoded.
+        """
+        most = 0
+        for index in range(len(self.questions)):
+            earlier = self.rows[index + 1] - self.rows[index] - 1
+            spare = -(-earlier * self.sampling.max_new_tokens // 4)
+            most = max(most, self.num_tokens(index) + spare)
+        return min(most, longest_row(self.model, self.max_length))
 
     def turn(self, number: int, answers: Mapping[int, Sequence[str]]) -> Turn | None:
         """Return turn `number` of those questions in `answers` that have it; None without any.
@@ -123,9 +137,10 @@ class Conversations:
                 [question.prompt(answers, chat=True)],
                 sampling=sampling,
                 max_length=self.max_length,
-                names=[self.name(question.question_id, len(answers))],
+                names=[name := self.name(question.question_id, len(answers))],
             )
             ids = request.prompt
+            check_length(self.model, name, len(ids), self.most_tokens)
         if self.seeds:
             sampling = replace(sampling, seed=self.seeds[row])
         return Request(len(answers) * len(self.questions) + index, tuple(ids), sampling)

@@ -6,7 +6,6 @@ enter a slot that another row left.
 
 from __future__ import annotations
 
-import functools
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -33,8 +32,8 @@ _REPEATS, _SHORT_S = 3, 30.0
 SHOWN_ROWS = 24
 """The maximum number of rows whose texts are shown; of more rows, texts are in the report only."""
 
-_Repeat = dict[Way, list[Answers]]
-"""What each way answered in one repeat of a group, by turn."""
+_Repeat = dict[Way, Answers]
+"""What each way answered in one repeat of a turn of a group."""
 
 
 @dataclass
@@ -52,6 +51,8 @@ class Decoding:
     """Results of plain decoding that are there already, by the number of their first request."""
     finished_rows: int = 0
     """The rows finished by plain decoding and all drafters together."""
+    _batch: int = 0
+    """The number of turns of groups that are finished."""
 
     @property
     def simulated(self) -> bool:
@@ -76,44 +77,44 @@ class Decoding:
 
     @property
     def groups(self) -> list[Sequence[int]]:
-        """The indices of questions in groups; each is decoded in all ways before the next one."""
+        """The indices of questions in groups; the turns of each are decoded before the next one."""
         count = len(self.config.questions)
         slots = min(self.config.options.batch_size, count)
         return groups(range(count), slots if slots == 1 else _GROUP * slots)
 
     def run(self, *, with_expectation: bool = False) -> Iterator[None]:
-        """Decode all groups, showing the texts of the first drafter.
+        """Decode all groups, turn by turn, showing the texts of the first drafter.
 
-        Yields whenever a group, whose rows are then in `runs`, has been decoded in all ways. With
-        `with_expectation` the expected acceptance is computed at the end, which takes as long as
-        decoding. Raises InputError for prompts that cannot be decoded, and KeyboardInterrupt, if
-        the user interrupts, after the last finished group.
+        Yields whenever a turn of a group, whose rows are then in `runs`, has been decoded in all
+        ways. With `with_expectation` the expected acceptance is computed at the end, which takes as
+        long as decoding. Raises InputError for prompts that cannot be decoded, and
+        KeyboardInterrupt, if the user interrupts, after the last finished turn.
         """
         ways = self._ways()
         drafted = [way for way in ways if way is not self.plain]
         answered: dict[Way, list[Answers]] = defaultdict(list)
-        batch = 0
         for group in self.groups:
-            repeats, interrupted = self._decode_group(group, ways)
-            turns = range(len(repeats[0][ways[0]]))
-            # Comparing takes long: an interruption must not add the group for some drafters only.
-            finished = [
-                [self._finish(way, turn, batch + turn, repeats) for way in drafted]
-                for turn in turns
-            ]
-            batch += len(turns)
-            for of_turn in finished:
-                for way, (answers, rows) in zip(drafted, of_turn, strict=True):
+            texts: dict[int, list[str]] = {index: [] for index in group}
+            number = 0
+            while (turn := self.conversations.turn(number, texts)) is not None:
+                repeats, interrupted = self._decode_turn(turn, ways, alone=len(group) == 1)
+                # Comparing takes long: an interruption must not add the rows of some drafters only.
+                finished = [self._finish(way, repeats) for way in drafted]
+                for way, (answers, rows) in zip(drafted, finished, strict=True):
                     way.run.add(answers.result, rows)
                     way.run.engine = engine_summary(way.program.engine.statistics)
                     answered[way].append(answers)
+                self._batch += 1
                 if self.shows_texts:
-                    first = of_turn[0][0]
-                    run_rows = [rows for _, rows in of_turn]
-                    self._show(drafted[0].plan, first, run_rows, alone=len(group) == 1)
-            yield
-            if interrupted:
-                raise KeyboardInterrupt
+                    run_rows = [rows for _, rows in finished]
+                    self._show(drafted[0].plan, finished[0][0], run_rows, alone=len(group) == 1)
+                yield
+                if interrupted:
+                    raise KeyboardInterrupt
+                first = finished[0][0] if ways[0] is drafted[0] else repeats[0][ways[0]]
+                for index, text in zip(turn.questions, first.result.texts, strict=True):
+                    texts[index].append(text)
+                number += 1
         for way in drafted:
             if with_expectation and self.config.has_expectation and way.name != PLAIN_DECODING:
                 with self.screen.working(
@@ -155,24 +156,24 @@ class Decoding:
             ways.insert(0 if self.simulated else 1, self.plain)
         return ways
 
-    def _decode_group(
-        self, group: Sequence[int], ways: Sequence[Way]
+    def _decode_turn(
+        self, turn: Turn, ways: Sequence[Way], *, alone: bool
     ) -> tuple[list[_Repeat], bool]:
-        """Decode a group in all ways, in several repeats if configured.
+        """Decode a turn of a group in all ways, in several repeats if configured.
 
-        Returns the complete repeats, and whether the user interrupted them. Raises
-        KeyboardInterrupt if none is complete.
+        `alone` says whether the group is a single question. Returns the complete repeats, and
+        whether the user interrupted them. Raises KeyboardInterrupt if none is complete.
         """
         repeats: list[_Repeat] = []
         interrupted = False
         try:
             while not repeats or self._repeats_after(repeats):
-                order = [ways[number] for number in turn_order(len(ways), len(repeats))]
-                asked = [one.turn for one in repeats[0][ways[0]]] if repeats else ()
+                order = turn_order(len(ways), len(repeats))
                 repeats.append({})
-                shown = len(group) == 1 and self.shows_texts and len(repeats) == 1
-                decode = functools.partial(self._decode, repeat=len(repeats), shown=shown)
-                repeats[-1] |= in_turn(self.conversations, group, order, decode, asked)
+                shown = alone and self.shows_texts and len(repeats) == 1
+                for way in (ways[number] for number in order):
+                    result = self._decode(way, turn, repeat=len(repeats), shown=shown)
+                    repeats[-1][way] = Answers(turn, result)
         except KeyboardInterrupt:
             interrupted = True
         complete = [repeat for repeat in repeats if len(repeat) == len(ways)]
@@ -181,10 +182,8 @@ class Decoding:
         return complete, interrupted
 
     def _repeats_after(self, repeats: Sequence[_Repeat]) -> bool:
-        """Return whether to decode a group once more after these repeats."""
-        results = [
-            one.result for repeat in repeats for answers in repeat.values() for one in answers
-        ]
+        """Return whether to decode a turn once more after these repeats."""
+        results = [one.result for repeat in repeats for one in repeat.values()]
         seconds = sum(result.prefill_s + result.decode_s for result in results)
         if len(repeats) >= self.num_repeats or not all(
             r.new_tokens and r.decode_s for r in results
@@ -193,18 +192,16 @@ class Decoding:
         next_end = seconds * (1 + 1 / len(repeats))
         return self.config.repeats is not None or next_end < _SHORT_S
 
-    def _finish(
-        self, way: Way, turn: int, batch: int, repeats: Sequence[_Repeat]
-    ) -> tuple[Answers, list[DecodedRow]]:
-        """Return the answers to report for a turn of a group, the run's group `batch`, as rows too.
+    def _finish(self, way: Way, repeats: Sequence[_Repeat]) -> tuple[Answers, list[DecodedRow]]:
+        """Return the answers to report for a turn of a group, as rows too.
 
         They are from the repeat with the median speed-up, or from the first one whose tokens
         differ.
         """
-        ours, questions = [repeat[way][turn] for repeat in repeats], self.config.questions
+        ours, questions = [repeat[way] for repeat in repeats], self.config.questions
         if self.plain is None:
-            return ours[0], ours[0].rows(way.name, batch, questions, None, None)
-        plain = [repeat[self.plain][turn].result for repeat in repeats]
+            return ours[0], ours[0].rows(way.name, self._batch, questions, None, None)
+        plain = [repeat[self.plain].result for repeat in repeats]
         pairs = list(zip(ours, plain, strict=True))
         compared = self.config.compare and self.config.comparable
         differences = [
@@ -216,7 +213,7 @@ class Decoding:
         different = [number for number, rows in enumerate(differences) if rows and any(rows)]
         number = different[0] if different else median_repeat(speeds) if speeds else 0
         found = (plain[number], differences[number], speeds)
-        return ours[number], ours[number].rows(way.name, batch, questions, *found)
+        return ours[number], ours[number].rows(way.name, self._batch, questions, *found)
 
     def _decode(self, way: Way, turn: Turn, *, repeat: int = 1, shown: bool = False) -> Generation:
         """Decode a turn of a group, showing progress, and if `shown` the first drafter's text.
@@ -289,10 +286,8 @@ class Decoding:
                 if self.num_rows == len(rows) == 1 and row.finish_reason != "error":
                     self.screen.row_length(row)  # the results say the rest
                     continue
-                several = alone and self.num_rows > len(self.config.questions)
-                names = [f"turn {turn.number + 1}"] * several + [run.drafter] * (len(rows) > 1)
-                brief = run is not self.runs[0]
-                self.screen.row_result(row, ", ".join(names), brief=brief, timed=alone)
+                name = run.drafter if len(rows) > 1 else ""
+                self.screen.row_result(row, name, brief=run is not self.runs[0], timed=alone)
 
 
 def _pieces(plan: DecodePlan, result: Generation, row: int) -> list[tuple[str, int]]:

@@ -20,7 +20,7 @@ class Programs:
 
     Cells of a drafter that differ in a numeric draft length or in a temperature above 0 share a
     program. Greedy decoding has a program of its own, and so has the drafter's default length. The
-    controller `auto` learns, so such a cell shares its program with no other.
+    controller `auto` learns, so such a cell shares its program with no other length.
     """
 
     def __init__(
