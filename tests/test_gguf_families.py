@@ -83,6 +83,20 @@ CONFIGS = {
         "attention_bias": True,
         "attention": Attention(output_bias=False, rotary_width=6),
     },
+    "smollm3": {
+        "attention": Attention(unrotated=(False, False, False, True)),
+        "tie_word_embeddings": True,
+    },
+    "olmo2": {
+        "norm": Norm(after=True, before=False),
+        "attention": Attention(qk_norm=True, qk_norm_over="projection"),
+    },
+    "granite": {
+        "embedding": Embedding(scale=12.0),
+        "attention": Attention(query_scale=0.015625),
+        "residual_scale": 0.22,
+        "logit_divisor": 8.0,
+    },
     "mixtral": {"experts": Experts(5, 2, 40)},
     "qwen3_moe": {"attention": Attention(qk_norm=True), "experts": Experts(6, 3, 8)},
     "glm4_moe": {
@@ -116,6 +130,12 @@ KEYS = {
         "rope.scaling.factor": np.float32(2),
     },
     "glm4": {"rope.dimension_count": np.uint32(6)},
+    "granite": {
+        "embedding_scale": np.float32(12),
+        "attention.scale": np.float32(0.015625),
+        "residual_scale": np.float32(0.22),
+        "logit_scale": np.float32(8),
+    },
     "mixtral": {"expert_count": np.uint32(5), "expert_used_count": np.uint32(2)},
     "qwen3_moe": {
         "expert_count": np.uint32(6),
@@ -377,6 +397,9 @@ def u32(name, value):
         ("mixtral", {"expert_count": None}, "unexpected: blk.0.ffn_down_exps.weight"),
         ("mixtral", u32("expert_count", 4), "mis-shaped"),
         ("mixtral", {"expert_weights_scale": np.float32(2)}, "is unknown"),
+        ("olmo2", u32("attention.sliding_window", 7), "window=7: is not supported; only 0 is"),
+        ("smollm3", u32("attention.sliding_window", 7), "window=7: is not supported; only 0 is"),
+        ("granite", {"rope.scaling.finetuned": False}, "finetuned=False: is not supported"),
         ("qwen3_moe", u32("expert_gating_func", 2), "gating_func=2: is not supported; only 1 is"),
         ("qwen3_moe", u32("expert_count", 0), "experts.num_experts=0"),
         ("qwen3_moe", u32("expert_used_count", 7), "experts.per_token=7"),

@@ -29,5 +29,6 @@ GRANITE = Family(
         schema.SILU,
     ),
     tensors=table("huggingface"),
-    gguf=GgufLayout("granite", table("gguf", paired=True)),
+    # Without it, llama.cpp does not rotate.
+    gguf=GgufLayout("granite", table("gguf", paired=True), fixed={"rope.scaling.finetuned": True}),
 )
