@@ -16,7 +16,7 @@ from specjax.errors import InputError, shown
 from specjax.loading.formats import build_parameters, mtp_layers, parameter_names, tensor_layout
 from specjax.loading.formats.families import registry
 from specjax.loading.formats.family import Family
-from specjax.loading.formats.gguf_fields import MTP_MODULES, GgufFields
+from specjax.loading.formats.gguf_fields import MTP_MODULES, ROPE_FACTORS, GgufFields
 from specjax.loading.formats.gguf_file import GgufFile, check_type
 from specjax.models.config import DecoderConfig
 from specjax.models.cpu import tiles
@@ -103,7 +103,7 @@ def read_params(
         config,
         shapes,
         others=modules,
-        ignored=["rope_freqs.weight", *copies],
+        ignored=[*ROPE_FACTORS, *copies],
     )
     _check_copies(file, copies)
     for name in {
