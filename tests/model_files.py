@@ -148,7 +148,8 @@ def gguf_converted(tensors, architecture, config):
             value = value + 1
         if architecture == "gpt2" and value.ndim == 2 and ".h." in name:
             value = value.T
-        if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
+        paired = architecture in ("llama", "smollm3", "granite")
+        if paired and ("q_proj" in name or "k_proj" in name):
             # Of each head the rows 0, C/2, 1, C/2 + 1, ...
             halves = value.reshape(-1, 2, config.head_dim // 2, value.shape[-1])
             value = halves.swapaxes(1, 2).reshape(value.shape)

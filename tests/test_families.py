@@ -29,7 +29,7 @@ from specjax.loading.formats.families import registry, schema
 from specjax.loading.formats.huggingface_config import read_config
 from specjax.loading.load import load_model, place_model, random_model, save_model
 from specjax.methods.eagle.head import EagleConfig
-from specjax.models.config import DecoderConfig, SlidingWindow
+from specjax.models.config import Attention, DecoderConfig, SlidingWindow
 from specjax.models.form import Form
 from specjax.models.mtp import MtpConfig
 from train.run import setup
@@ -39,7 +39,7 @@ NAMES = sorted(path.name for path in GOLDENS.iterdir())
 VARIANTS = sorted(f"../variants/{path.name}" for path in (GOLDENS.parent / "variants").iterdir())
 """Families with other routers."""
 TOLERANCE = 1e-4
-HALF = 20
+HALF, TOKENS = 20, 40
 
 
 @functools.cache
@@ -88,7 +88,7 @@ def assert_near(logits, name, where=slice(None)):
 
 
 def test_there_is_a_golden_for_each_family():
-    assert {*NAMES, "llama"} == set(registry.FAMILIES)
+    assert {*NAMES, "llama"} == {*registry.FAMILIES, *registry.TEXT_PARTS}
 
 
 @pytest.mark.parametrize("name", [*NAMES, *VARIANTS])
@@ -225,7 +225,10 @@ def test_each_family_in_bfloat16(name):
         assert found is None or found.excused
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", *slow("gemma2", "gpt2", "glm4", "qwen2")])
+OTHER_FORMS = slow("gemma2", "gpt2", "glm4", "qwen2", "smollm3", "olmo3", "granite")
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", *OTHER_FORMS])
 def test_other_forms_compute_the_same(name):
     """However layers lie, all rows at once, and the kernel, which some layers lack."""
     tokens = golden(name)["tokens"]
@@ -297,11 +300,31 @@ def test_blocks_that_are_too_old_are_not_needed():
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("mixtral", 1e-5), ("glm4", 1.5625e-7), ("glm4_moe", 1e-5), ("qwen3", 1e-6)]
+    ("name", "value"),
+    [
+        ("mixtral", 1e-5),
+        ("glm4", 1.5625e-7),
+        ("glm4_moe", 1e-5),
+        ("qwen3", 1e-6),
+        ("smollm3", 1e-6),
+        ("olmo2", 1e-5),
+        ("olmo3", 1e-5),
+        ("phi3", 1e-5),
+        ("granite", 1e-6),
+    ],
 )
 def test_an_epsilon_that_is_not_stated_is_transformers_own(name, value, tmp_path):
     copy = changed(f"families/{name}", tmp_path, rms_norm_eps=None)
     assert read_config(copy, None)[0].rms_norm_eps == value
+
+
+def test_layers_that_are_not_stated(tmp_path):
+    change = {"no_rope_layers": None, "layer_types": None, "num_hidden_layers": 8}
+    config, _ = read_config(changed("families/smollm3", tmp_path / "a", **change), None)
+    assert config.attention.unrotated == (False, False, False, True)
+    assert config.windowed == config.unrotated
+    config, _ = read_config(changed("families/olmo3", tmp_path / "b", layer_types=None), None)
+    assert config.windowed == (True, True, True, False)
 
 
 def test_windows_of_qwen_that_are_not_stated(tmp_path):
@@ -336,7 +359,7 @@ def test_modules_have_their_targets_norms(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_saved_model_loads_as_it_was(name, tmp_path):
-    """In its own names, which are the golden checkpoint's; and as a checkpoint of specjax."""
+    """In its family's names, which are the golden checkpoint's; and as a checkpoint of specjax."""
     model = dataclasses.replace(model_of(name), mtp=None)
     save_model(model, tmp_path / "saved")
     again = load_model(tmp_path / "saved", dtype="float32")
@@ -346,6 +369,9 @@ def test_a_saved_model_loads_as_it_was(name, tmp_path):
         json.loads((folder / "config.json").read_text())
         for folder in (tmp_path / "saved", GOLDENS / name)
     )
+    if name in registry.TEXT_PARTS:
+        family = registry.FAMILIES[registry.TEXT_PARTS[name].family]
+        theirs = {"architectures": [family.architecture], "model_type": family.model_type}
     assert written["architectures"] == theirs["architectures"]
     assert written["model_type"] == theirs["model_type"]
     save_checkpoint(model, tmp_path / "checkpoint")
@@ -378,6 +404,23 @@ GEMMA3 = {
     "sliding_window_pattern": 3,
 }
 SHORT = {"rope_theta": 1000.0, "layer_types": None}
+OLMO3 = {
+    "rope_theta": 1000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+}
+PHI3 = {
+    "rope_theta": 1000.0,
+    "partial_rotary_factor": 0.5,
+    "rope_scaling": {
+        "type": "longrope",
+        "short_factor": [1.0, 1.1, 1.2],
+        "long_factor": [1.0, 2.0, 3.5],
+    },
+}
 
 
 @pytest.mark.parametrize(
@@ -390,6 +433,9 @@ SHORT = {"rope_theta": 1000.0, "layer_types": None}
         ("families/gemma2", SHORT),
         ("families/glm4", {"rope_theta": 1000.0, "partial_rotary_factor": 0.5}),
         ("families/qwen2", SHORT | {"_name_or_path": "x"}),
+        ("families/smollm3", {"rope_theta": 1000.0}),
+        ("families/olmo3", OLMO3),
+        ("families/phi3", PHI3),
     ],
 )
 def test_the_fields_of_transformers_4_mean_the_same(tmp_path, source, old):
@@ -435,10 +481,12 @@ def test_a_parameter_without_a_name_is_refused():
         random_model(config, 0)
 
 
-def test_training_refuses_a_target_that_limits_its_logits():
+def test_training_refuses_a_target_that_limits_or_divides_its_logits():
     setup._check_logits(model_of("gemma3_text"))
     with pytest.raises(InputError, match=r"gemma2 limits its logits \(logit_softcap=3.0\)"):
         setup._check_logits(model_of("gemma2"))
+    with pytest.raises(InputError, match=r"granite divides its logits \(logit_divisor=1.7\)"):
+        setup._check_logits(model_of("granite"))
 
 
 def test_heads_say_which_layers_they_support():
@@ -450,3 +498,43 @@ def test_heads_say_which_layers_they_support():
     with pytest.raises(InputError, match="sliding_window=.*: an MTP module has no sliding window"):
         MtpConfig(decoder=dataclasses.replace(gemma, num_layers=1), draft_vocab_size=96)
     assert MtpConfig(decoder=gemma.one_layer(), draft_vocab_size=96).decoder.norm == gemma.norm
+    for name, field in (
+        ("olmo2", "norm"),
+        ("smollm3", "attention"),
+        ("granite", "embedding"),
+    ):
+        one = dataclasses.replace(model_of(name).config, num_layers=1, sliding_window=None)
+        if name == "granite":
+            one = dataclasses.replace(one, attention=Attention())
+        with pytest.raises(InputError, match=f"{field}=.*: an EAGLE head's layer is"):
+            EagleConfig(decoder=one, version=3, **sizes)
+        MtpConfig(decoder=one.one_layer(), draft_vocab_size=96)
+    divided = dataclasses.replace(qwen.one_layer(), logit_divisor=2.0)
+    with pytest.raises(InputError, match=r"logit_divisor=2\.0: an MTP module has no"):
+        MtpConfig(decoder=divided, draft_vocab_size=96)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4))
+def states_after(decoder, params, tokens, states, num_layers):
+    positions = jnp.broadcast_to(jnp.arange(TOKENS), tokens.shape)
+    parts = (tokens, positions, None, None, jnp.int32(0), causal(TOKENS))
+    options = {"states": states, "num_layers": num_layers, "features": ("pre_norm",)}
+    return decoder.extend(params, *parts, logits=False, **options).features["pre_norm"]
+
+
+def test_layers_keep_their_windows_and_rotations():
+    """A decoder of some of the layers computes what they do within the whole."""
+    model, tokens = model_of("smollm3"), jnp.asarray(golden("smollm3")["tokens"])
+    some = model.config.some_layers((1, 2))
+    assert (some.unrotated, some.windowed) == ((True, False), (True, False))
+    decoder, params = model.architecture, model.params
+    before, after = (states_after(decoder, params, tokens, None, count) for count in (1, 3))
+    two = {**params, "layers": jax.tree.map(lambda leaf: leaf[1:3], params["layers"])}
+    decoder = dataclasses.replace(decoder, config=some)
+    np.testing.assert_allclose(states_after(decoder, two, tokens, before, 2), after, atol=1e-6)
+
+
+def test_the_other_parts_of_a_multimodal_model_are_counted(caplog):
+    load_model(GOLDENS / "mistral3")
+    (line,) = [line for line in caplog.messages if "text part" in line]
+    assert line.endswith("model_type='mistral3', without the 15 tensors of its other parts")

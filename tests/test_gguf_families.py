@@ -83,6 +83,21 @@ CONFIGS = {
         "attention_bias": True,
         "attention": Attention(output_bias=False, rotary_width=6),
     },
+    "smollm3": {
+        "attention": Attention(unrotated=(False, False, False, True)),
+        "tie_word_embeddings": True,
+    },
+    "olmo2": {
+        "norm": Norm(after=True, before=False),
+        "attention": Attention(qk_norm=True, qk_norm_over="projection"),
+    },
+    "granite": {
+        "embedding": Embedding(scale=12.0),
+        "attention": Attention(query_scale=0.015625),
+        "residual_scale": 0.22,
+        "logit_divisor": 8.0,
+    },
+    "phi3": {"attention": Attention(rotary_width=6), "sliding_window": SlidingWindow(7)},
     "mixtral": {"experts": Experts(5, 2, 40)},
     "qwen3_moe": {"attention": Attention(qk_norm=True), "experts": Experts(6, 3, 8)},
     "glm4_moe": {
@@ -116,6 +131,16 @@ KEYS = {
         "rope.scaling.factor": np.float32(2),
     },
     "glm4": {"rope.dimension_count": np.uint32(6)},
+    "phi3": {
+        "rope.dimension_count": np.uint32(6),
+        "attention.sliding_window": np.uint32(7),
+    },
+    "granite": {
+        "embedding_scale": np.float32(12),
+        "attention.scale": np.float32(0.015625),
+        "residual_scale": np.float32(0.22),
+        "logit_scale": np.float32(8),
+    },
     "mixtral": {"expert_count": np.uint32(5), "expert_used_count": np.uint32(2)},
     "qwen3_moe": {
         "expert_count": np.uint32(6),
@@ -194,6 +219,49 @@ def test_a_written_model_is_loaded(tmp_path, name):
         jax.tree.leaves(model.params), jax.tree.leaves(again.params), strict=True
     ):
         np.testing.assert_allclose(read, mine, rtol=0, atol=1e-6)
+
+
+LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+
+
+def test_factors_of_long_and_short_contexts_are_read(tmp_path):
+    scaling = RopeScaling(
+        "factors",
+        factors=(1.0, 2.0, 3.5),
+        short_factors=(1.0, 1.1, 1.2),
+        original_max_positions=32,
+        attention_factor=1.18,
+    )
+    config = dataclasses.replace(config_of("phi3"), rope_scaling=scaling)
+    keys = {
+        "phi3.rope.scaling.original_context_length": np.uint32(32),
+        "phi3.rope.scaling.attn_factor": np.float32(1.18),
+        "phi3.attention.sliding_window": np.uint32(128),
+    }
+    arrays = tensors_of(config)
+    factors = {
+        LONG: np.array(scaling.factors, np.float32),
+        SHORT: np.array(scaling.short_factors, np.float32),
+    }
+    model = load_model(write(tmp_path / "a.gguf", config, arrays | factors, keys), dtype="float32")
+    assert model.config == dataclasses.replace(config, sliding_window=None)
+    with pytest.raises(InputError, match=f"{SHORT} is missing"):
+        load_model(write(tmp_path / "b.gguf", config, arrays | {LONG: factors[LONG]}, keys))
+    path = write(tmp_path / "c.gguf", config, arrays | factors | {LONG: factors[LONG][:2]}, keys)
+    with pytest.raises(InputError, match=r"rope_factors_long.weight \[2\] is not supported"):
+        load_model(path)
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+def test_fused_projections_in_blocks_are_those_of_the_dequantised_file(tmp_path):
+    config = dataclasses.replace(config_of("phi3"), head_dim=16, intermediate_size=64)
+    keys = {"phi3.attention.key_length": np.uint32(16)}
+    path = write(tmp_path / "a.gguf", config, change=keys, kind="Q8_0")
+    model, wide = load_model(path), load_model(path, weights="float", form=Form())
+    layers = model.params["layers"]
+    assert is_quantized(layers["attention"]["qkv"]["kernel"])
+    assert is_quantized(layers["mlp"]["gate_up"]["kernel"])
+    jax.tree.map(np.testing.assert_array_equal, float_model(model).params, wide.params)
 
 
 @pytest.mark.parametrize("how", ["stacked", *slow("unrolled", "mesh")])
@@ -377,6 +445,9 @@ def u32(name, value):
         ("mixtral", {"expert_count": None}, "unexpected: blk.0.ffn_down_exps.weight"),
         ("mixtral", u32("expert_count", 4), "mis-shaped"),
         ("mixtral", {"expert_weights_scale": np.float32(2)}, "is unknown"),
+        ("olmo2", u32("attention.sliding_window", 7), "window=7: is not supported; only 0 is"),
+        ("smollm3", u32("attention.sliding_window", 7), "window=7: is not supported; only 0 is"),
+        ("granite", {"rope.scaling.finetuned": False}, "finetuned=False: is not supported"),
         ("qwen3_moe", u32("expert_gating_func", 2), "gating_func=2: is not supported; only 1 is"),
         ("qwen3_moe", u32("expert_count", 0), "experts.num_experts=0"),
         ("qwen3_moe", u32("expert_used_count", 7), "experts.per_token=7"),

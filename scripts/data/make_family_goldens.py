@@ -10,6 +10,7 @@ those families are written:
 Each folder is a checkpoint as `save_pretrained` writes it, and golden.npz: `tokens` [2, 40], the
 `logits` after each of them [2, 40, V], and the 24 tokens that follow greedily, `greedy` [2, 24].
 Windows are shorter than the text, soft caps small enough to matter, biases and norms random.
+Multimodal families read the text alone.
 Families with modules for multi-token prediction have one: `mtp_logits` [2, 39, V] are its logits
 for all pairs, computed with transformers' layers in the order of vLLM's `glm4_moe_mtp` and
 `mimo_mtp`, and `mtp_drafts` [2, 3] the tokens that it drafts after the last pair from its own
@@ -27,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 GOLDENS = Path(__file__).parents[2] / "tests" / "goldens"
 ROWS, TOKENS, GREEDY = 2, 40, 24
@@ -50,6 +51,27 @@ SIZES = {
 }
 ROPE = {"rope_type": "default", "rope_theta": 1000.0}
 LINEAR = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1000.0,
+    "partial_rotary_factor": 0.5,
+    "short_factor": [1.0, 1.1, 1.2],
+    "long_factor": [1.0, 2.0, 3.5],
+}
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+}
 GEMMA = SIZES | {"head_dim": 12, "query_pre_attn_scalar": 10, "sliding_window": 7}
 SLIDING, FULL = "sliding_attention", "full_attention"
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -130,6 +152,57 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_nextn_predict_layers": 1,
     },
     "mimo": SIZES | {"rope_parameters": ROPE, "use_sliding_window": False},
+    "smollm3": SIZES
+    | {
+        "num_hidden_layers": 4,
+        "rope_parameters": ROPE,
+        "no_rope_layers": [1, 0, 1, 0],
+        "use_sliding_window": True,
+        "sliding_window": 9,
+        "layer_types": [FULL, SLIDING, FULL, FULL],
+        "tie_word_embeddings": True,
+    },
+    "olmo2": SIZES | {"rope_parameters": ROPE},
+    "olmo3": SIZES
+    | {
+        "num_hidden_layers": 4,
+        "sliding_window": 7,
+        "layer_types": [SLIDING, SLIDING, FULL, SLIDING],
+        "rope_parameters": {FULL: YARN, SLIDING: ROPE},
+    },
+    "phi3": SIZES
+    | {
+        "hidden_size": 48,
+        "rope_parameters": LONGROPE,
+        "original_max_position_embeddings": 32,
+        "sliding_window": 11,
+    },
+    "granite": SIZES
+    | {
+        "rope_parameters": ROPE,
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.25,
+        "residual_multiplier": 0.4,
+        "logits_scaling": 1.7,
+        "tie_word_embeddings": True,
+    },
+}
+FAMILIES |= {
+    "gemma3": {
+        "text_config": FAMILIES["gemma3_text"],
+        "vision_config": VISION,
+        "mm_tokens_per_image": 4,
+        "image_token_index": VOCAB - 1,
+        "boi_token_index": VOCAB - 2,
+        "eoi_token_index": VOCAB - 3,
+        "tie_word_embeddings": True,
+    },
+    "mistral3": {
+        "text_config": FAMILIES["mistral"] | {"model_type": "mistral", "sliding_window": None},
+        "vision_config": VISION | {"model_type": "pixtral", "head_dim": 8},
+        "image_token_index": VOCAB - 1,
+        "tie_word_embeddings": False,
+    },
 }
 WRITTEN_AS = {"mimo": "qwen2"}
 """Families that transformers lacks, each with a family that has the same decoder."""
@@ -287,10 +360,12 @@ def write(name: str, folder: Path, settings: dict[str, Any], module: bool) -> No
         shutil.rmtree(folder, ignore_errors=True)
         torch.manual_seed(seed)
         config = AutoConfig.for_model(WRITTEN_AS.get(name, name), **settings)
-        model = AutoModelForCausalLM.from_config(config)
+        of_images = hasattr(config, "vision_config")
+        classes = AutoModelForImageTextToText if of_images else AutoModelForCausalLM
+        model = classes.from_config(config)
         randomise(model)
         model.to(torch.bfloat16).save_pretrained(folder)
-        model = AutoModelForCausalLM.from_pretrained(
+        model = classes.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager"
         ).eval()
         outputs = {}

@@ -61,14 +61,15 @@ class Norm:
     """The kind of norm in the layers and before the output head.
 
     `kind` is `rms` (with a scale) or `layer` (subtracts the mean; with a scale and a bias). Scales
-    are stored minus `offset`, which is 1 in Gemma, whose norms multiply by 1 + scale. With `after`,
-    the results of attention and MLP are also normed before they are added to the residual stream
-    (Gemma, GLM-4).
+    are stored minus `offset`, which is 1 in Gemma, whose norms multiply by 1 + scale. With `before`
+    the inputs of attention and MLP are normed, and with `after` their results, before they are
+    added to the residual stream (Gemma and GLM-4 do both, OLMo 2 only the latter).
     """
 
     kind: Literal["rms", "layer"] = "rms"
     offset: Literal[0, 1] = 0
     after: bool = False
+    before: bool = True
 
 
 @dataclass(frozen=True)
@@ -76,16 +77,20 @@ class Attention:
     """The properties of attention in which model families differ.
 
     If the decoder has `attention_bias`, `output_bias` says whether the output projection has a bias
-    too. `qk_norm` is an RMS norm of each head's queries and keys before rotation. `query_scale`
-    multiplies queries (None: 1/sqrt(C)). `softcap` limits scores to c tanh(score/c). `rotary_width`
-    is the number of leading dimensions of a head that are rotated: None for all, 0 for none.
+    too. `qk_norm` is an RMS norm of queries and keys before rotation, over each `head` or over all
+    heads of the `projection` (OLMo 2). `query_scale` multiplies queries (None: 1/sqrt(C)).
+    `softcap` limits scores to c tanh(score/c). `rotary_width` is the number of leading dimensions
+    of a head that are rotated: None for all, 0 for none. `unrotated` marks layers without rotation,
+    and repeats over the layers (SmolLM3).
     """
 
     output_bias: bool = True
     qk_norm: bool = False
+    qk_norm_over: Literal["head", "projection"] = "head"
     query_scale: float | None = None
     softcap: float | None = None
     rotary_width: int | None = None
+    unrotated: tuple[bool, ...] = (False,)
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,7 @@ class SlidingWindow:
 
     def layers(self, num_layers: int) -> tuple[bool, ...]:
         """Return for each of `num_layers` layers whether it has the window."""
-        return tuple(self.pattern[layer % len(self.pattern)] for layer in range(num_layers))
+        return _over_layers(self.pattern, num_layers)
 
 
 @dataclass(frozen=True)
@@ -171,7 +176,9 @@ class DecoderConfig:
     Hashable, so that it can be a static argument of jit. `vocab_size` is V, `hidden_size` D,
     `intermediate_size` F, `num_layers` L, `num_heads` H, `num_kv_heads` G, `head_dim` C,
     `max_positions` the longest context in tokens, `rms_norm_eps` the epsilon of norms of either
-    kind. `logit_softcap` limits logits to c tanh(logit/c). `family` selects the names of tensors
+    kind. What attention and MLP add to the residual stream is multiplied by `residual_scale`.
+    Logits are divided by `logit_divisor` (both Granite), and then `logit_softcap` limits them to
+    c tanh(logit/c). `family` selects the names of tensors
     and config fields in files, but does not change the arithmetic. `unused_tokens` are ids,
     ascending, without a token in the tokenizer; their probability is 0. Raises InputError for
     inconsistent sizes.
@@ -196,6 +203,8 @@ class DecoderConfig:
     sliding_window: SlidingWindow | None = None
     mlp: Mlp = Mlp()
     embedding: Embedding = Embedding()
+    residual_scale: float = 1.0
+    logit_divisor: float = 1.0
     logit_softcap: float | None = None
     experts: Experts | None = None
     family: str = "llama"
@@ -260,6 +269,11 @@ class DecoderConfig:
         window = self.sliding_window
         return (False,) * self.num_layers if window is None else window.layers(self.num_layers)
 
+    @property
+    def unrotated(self) -> tuple[bool, ...]:
+        """Whether each layer lacks rotation, by layer."""
+        return _over_layers(self.attention.unrotated, self.num_layers)
+
     def llama_layers(self, num_layers: int) -> DecoderConfig:
         """Return the config of a Llama decoder with `num_layers` layers, for trained heads.
 
@@ -272,25 +286,32 @@ class DecoderConfig:
         return replace(self, num_layers=num_layers, family="llama", **_LLAMA, **rest)
 
     def some_layers(self, layers: Sequence[int]) -> DecoderConfig:
-        """Return the config of a decoder with only these layers, which keep their windows."""
-        window, windowed = self.sliding_window, self.windowed
+        """Return the config of a decoder with only these layers.
+
+        They keep their windows and rotations.
+        """
+        window, windowed, unrotated = self.sliding_window, self.windowed, self.unrotated
         if window is not None:
             window = replace(window, pattern=tuple(windowed[layer] for layer in layers))
-        return replace(self, num_layers=len(layers), sliding_window=window)
+        attention = self.attention
+        if any(unrotated):
+            attention = replace(attention, unrotated=tuple(unrotated[layer] for layer in layers))
+        return replace(self, num_layers=len(layers), sliding_window=window, attention=attention)
 
     def one_layer(self, *, experts: bool = False) -> DecoderConfig:
         """Return the config of a single layer, for a module that predicts further tokens.
 
-        It has no sliding window, no soft caps, and no scale or position of embeddings. With
-        `experts` it has the model's experts, otherwise an MLP.
+        It is rotated, and has no sliding window, no soft caps or divisor of logits, and no scale or
+        position of embeddings. With `experts` it has the model's experts, otherwise an MLP.
         """
         kept = replace(self.experts, num_dense=0) if experts and self.experts else None
         return replace(
             self,
             num_layers=1,
             sliding_window=None,
-            attention=replace(self.attention, softcap=None),
+            attention=replace(self.attention, softcap=None, unrotated=(False,)),
             embedding=Embedding(),
+            logit_divisor=1.0,
             logit_softcap=None,
             experts=kept,
         )
@@ -310,10 +331,17 @@ _LLAMA: dict[str, Any] = {
     "sliding_window": None,
     "mlp": Mlp(),
     "embedding": Embedding(),
+    "residual_scale": 1.0,
+    "logit_divisor": 1.0,
     "logit_softcap": None,
     "experts": None,
 }
 """The fields in which families differ, with Llama's values."""
+
+
+def _over_layers(pattern: tuple[bool, ...], num_layers: int) -> tuple[bool, ...]:
+    """Return for each of `num_layers` layers its entry of a pattern that repeats over them."""
+    return tuple(pattern[layer % len(pattern)] for layer in range(num_layers))
 
 
 def _check_unused(ids: tuple[int, ...], vocab_size: int) -> None:
@@ -330,6 +358,7 @@ def _check_nested(config: DecoderConfig) -> None:
     for field, value, choices in (
         ("norm.kind", config.norm.kind, ("rms", "layer")),
         ("norm.offset", config.norm.offset, (0, 1)),
+        ("attention.qk_norm_over", config.attention.qk_norm_over, ("head", "projection")),
         ("mlp.activation", config.mlp.activation, ("silu", "gelu_tanh", "gelu")),
     ):
         if value not in choices:
@@ -337,6 +366,8 @@ def _check_nested(config: DecoderConfig) -> None:
     reals = {
         "attention.query_scale": config.attention.query_scale,
         "attention.softcap": config.attention.softcap,
+        "residual_scale": config.residual_scale,
+        "logit_divisor": config.logit_divisor,
         "logit_softcap": config.logit_softcap,
         "embedding.scale": config.embedding.scale,
     }
@@ -350,6 +381,8 @@ def _check_nested(config: DecoderConfig) -> None:
             )
         if not window.pattern:
             raise InputError("sliding_window.pattern is empty: say which layers have the window")
+    if not config.attention.unrotated:
+        raise InputError("attention.unrotated is empty: say which layers have no rotation")
     for field, value in reals.items():
         if value is not None:
             _check_real(field, value)

@@ -41,8 +41,8 @@ from specjax.models.layers.decoder_layer import (
     DecoderLayer,
     at_layer,
     embed,
+    final_logits,
     layer_chooser,
-    limited,
     one_layer,
     with_experts,
 )
@@ -310,7 +310,7 @@ class Decoder:
         """Return the logits of final hidden states."""
         config = self.config
         logits = self.arithmetic.project("btd,dv->btv", states, params["head"], jnp.float32)
-        logits = limited(logits, config.logit_softcap)
+        logits = final_logits(logits, config)
         if config.unused_tokens:
             logits = jnp.where(unused_mask(config), IMPOSSIBLE, logits)
         return constrain(logits, "batch", None, "vocab" if self.shards > 1 else None)

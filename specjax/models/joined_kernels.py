@@ -6,7 +6,8 @@ each key/value head its H / G query heads, its key and its value; and one of gcd
 the gate and of up. A mesh shards outputs between blocks wherever it can shard a decoder
 (`build_parameters.can_split`) and has no more devices than key/value heads, so that each device
 holds whole heads, and the gates that belong to its share of up. Biases are joined likewise, and so
-are the norms of queries and keys, in a single block.
+are the norms of queries and keys: in a single block, or like queries and keys if they have a scale
+for each of a projection's outputs.
 """
 
 from __future__ import annotations
@@ -101,7 +102,8 @@ def _widths(module: str, outputs: int, config: DecoderConfig) -> list[int]:
     if module == "qkv":
         return [config.num_heads // config.num_kv_heads * width, width, width]
     if module == "qk_norm":
-        return [width, width]
+        over_heads = config.attention.qk_norm_over == "projection"
+        return [config.num_heads // config.num_kv_heads * width if over_heads else width, width]
     return [gate_up_block(config.num_heads, outputs // 2)] * 2
 
 

@@ -61,13 +61,14 @@ class MtpConfig(MtpConventions, HeadConfig):
         if self.decoder.num_layers != 1:
             raise InputError(f"num_layers={self.decoder.num_layers}: an MTP module has one layer")
         supported = self.decoder.one_layer(experts=True)
-        for name in ("sliding_window", "attention", "embedding", "logit_softcap", "experts"):
+        names = ("sliding_window", "attention", "embedding", "logit_divisor", "logit_softcap")
+        for name in (*names, "experts"):
             value = getattr(self.decoder, name)
             if value != getattr(supported, name):
                 raise InputError(
-                    f"{name}={value}: an MTP module has no sliding window, no soft cap, no "
-                    "dense layers before experts, and no scale or position of embeddings; leave "
-                    "them out"
+                    f"{name}={value}: an MTP module has no sliding window, no soft cap, no divisor "
+                    "of logits, no dense layers before experts, no layer without rotation, and no "
+                    "scale or position of embeddings; leave them out"
                 )
         check_draft_vocab_size(self.draft_vocab_size, self.decoder.vocab_size)
 
@@ -167,7 +168,7 @@ class Mtp(PairHead):
         x = self.arithmetic.whole(
             self.arithmetic.project("btd,dn->btn", joined, params["projection"])
         )
-        return x, self.arithmetic.norm(x, params["layer"]["attention_norm"])
+        return x, self.arithmetic.normed_input(x, params["layer"], "attention_norm")
 
     def next_hidden(
         self, params: dict[str, Any], output: Float[Array, "B T D"]

@@ -47,11 +47,11 @@ def parameter_table(config: DecoderConfig, scan_layers: bool = True) -> dict[str
 def _layer(config: DecoderConfig, sparse: bool) -> dict[str, Any]:
     """Return the parameters of one layer, with experts in place of the MLP if `sparse`."""
     layer: dict[str, Any] = {
-        "attention_norm": norm_table(config),
         "attention": attention_table(config, config.hidden_size),
-        "mlp_norm": norm_table(config),
         "mlp": _experts(config) if sparse else mlp_table(config),
     }
+    if config.norm.before:
+        layer["attention_norm"] = layer["mlp_norm"] = norm_table(config)
     if config.norm.after:
         layer["after_attention_norm"] = layer["after_mlp_norm"] = norm_table(config)
     return layer
@@ -70,7 +70,10 @@ def attention_table(config: DecoderConfig, inputs: int) -> dict[str, Any]:
         "output": linear(merged, config.hidden_size, axes=("heads", "embed"), bias=output_bias),
     }
     if config.attention.qk_norm:
-        table["qk_norm"] = norm_table(config, 2 * config.head_dim, "head_dim")
+        width = 2 * config.head_dim, "head_dim"
+        if config.attention.qk_norm_over == "projection":
+            width = merged + kv_heads * config.head_dim, "heads"
+        table["qk_norm"] = norm_table(config, *width)
     return table
 
 

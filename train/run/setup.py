@@ -95,11 +95,15 @@ class Setup:
 
 def _check_logits(target: Model) -> None:
     """Raise InputError for a target whose logits are not just a product with its output layer."""
-    if (softcap := target.config.logit_softcap) is not None:
-        raise InputError(
-            f"target: {target.name} limits its logits (logit_softcap={softcap}), and training "
-            "scores drafts by features and head alone; use a target without a soft cap of logits"
-        )
+    for does, field, neutral in (
+        ("limits", "logit_softcap", None),
+        ("divides", "logit_divisor", 1.0),
+    ):
+        if (value := getattr(target.config, field)) != neutral:
+            raise InputError(
+                f"target: {target.name} {does} its logits ({field}={value}), and training scores "
+                "drafts by features and head alone; use a target whose logits are their product"
+            )
 
 
 def set_up(

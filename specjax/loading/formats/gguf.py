@@ -16,7 +16,7 @@ from specjax.errors import InputError, shown
 from specjax.loading.formats import build_parameters, mtp_layers, parameter_names, tensor_layout
 from specjax.loading.formats.families import registry
 from specjax.loading.formats.family import Family
-from specjax.loading.formats.gguf_fields import MTP_MODULES, GgufFields
+from specjax.loading.formats.gguf_fields import MTP_MODULES, ROPE_FACTORS, GgufFields
 from specjax.loading.formats.gguf_file import GgufFile, check_type
 from specjax.models.config import DecoderConfig
 from specjax.models.cpu import tiles
@@ -103,7 +103,7 @@ def read_params(
         config,
         shapes,
         others=modules,
-        ignored=["rope_freqs.weight", *copies],
+        ignored=[*ROPE_FACTORS, *copies],
     )
     _check_copies(file, copies)
     for name in {
@@ -224,7 +224,7 @@ def _read_blocks(
 ) -> UInt8[np.ndarray, "rows row_bytes"]:
     """Return some rows of a tensor in the blocks of the file."""
     count, width = location.rows
-    index, parts = location.entry.part
+    first = location.before * (count if location.entry.merged else 1)
     inputs, block_bytes = GGML_QUANT_SIZES[kind]
-    blocks = raw.reshape(parts, -1, width // inputs * block_bytes)[index, :count][rows]
+    blocks = raw.reshape(-1, width // inputs * block_bytes)[first : first + count][rows]
     return tensor_layout.from_stored(blocks, location)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,11 @@ from specjax.models.config import RopeScaling
 
 MTP_MODULES = "nextn_predict_layers"
 """The key that states the number of multi-token prediction modules."""
+
+_FREQUENCIES = "rope_freqs.weight"
+_LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+ROPE_FACTORS = (_FREQUENCIES, _LONG, _SHORT)
+"""The tensors that have factors of the rotary frequencies, instead of parameters."""
 
 _UNREAD = (
     "vocab_size",
@@ -99,18 +105,45 @@ def read_scaling(fields: GgufFields, rotary_width: int) -> RopeScaling | None:
         scaling = _read_yarn(fields, factor or 1.0)
     elif factor not in (0.0, 1.0) and (kind == "linear" or not stated):
         scaling = RopeScaling("linear", factor=factor)
-    tensor = file.tensors.get("rope_freqs.weight")
-    if tensor is None:
+    factors = {
+        name: _read_factors(file, name, rotary_width, scaling)
+        for name in ROPE_FACTORS
+        if name in file.tensors
+    }
+    if not factors:
         return scaling
+    if _FREQUENCIES in factors:
+        return RopeScaling("factors", factors=factors[_FREQUENCIES])
+    if lacking := [name for name in (_LONG, _SHORT) if name not in factors]:
+        raise InputError(f"{file.path}: {lacking[0]} is missing; convert the model again")
+    scaling = RopeScaling(
+        "factors",
+        factors=factors[_LONG],
+        attention_factor=fields.number("rope.scaling.attn_factor", 1.0),
+    )
+    if factors[_SHORT] == factors[_LONG]:
+        return scaling
+    original = _original_positions(fields)
+    return replace(scaling, short_factors=factors[_SHORT], original_max_positions=original)
+
+
+def _read_factors(
+    file: GgufFile, name: str, rotary_width: int, scaling: RopeScaling | None
+) -> tuple[float, ...]:
+    """Return the factors of frequencies in the tensor `name`, to be the only scaling."""
+    tensor = file.tensors[name]
     if scaling is not None or tensor.shape != (rotary_width // 2,):
         other = "" if scaling is None else f" with {scaling.kind} factor {scaling.factor}"
         raise InputError(
-            f"{file.path}: rope_freqs.weight {list(tensor.shape)}{other} is "
+            f"{file.path}: {name} {list(tensor.shape)}{other} is "
             f"not supported; it must be [{rotary_width // 2}] and the only scaling"
         )
-    check_type(file, "rope_freqs.weight")
-    factors = file.values(tensor)
-    return RopeScaling("factors", factors=tuple(float(str(value)) for value in factors))
+    check_type(file, name)
+    return tuple(float(str(value)) for value in file.values(tensor))
+
+
+def _original_positions(fields: GgufFields) -> int:
+    return fields.integer("rope.scaling.original_context_length", fields.integer("context_length"))
 
 
 def _read_yarn(fields: GgufFields, factor: float) -> RopeScaling:
@@ -118,14 +151,11 @@ def _read_yarn(fields: GgufFields, factor: float) -> RopeScaling:
     if not factor > 0:
         raise fields.fail("rope.scaling.factor", "must be a positive number")
     fields.only("rope.scaling.yarn_ext_factor", 1.0, -1.0)
-    original = fields.integer(
-        "rope.scaling.original_context_length", fields.integer("context_length")
-    )
     attention = fields.number("rope.scaling.attn_factor", 1.0)
     return RopeScaling(
         "yarn",
         factor=factor,
-        original_max_positions=original,
+        original_max_positions=_original_positions(fields),
         attention_factor=attention * yarn_attention_factor(factor),
         beta_fast=fields.number("rope.scaling.yarn_beta_fast", 32.0),
         beta_slow=fields.number("rope.scaling.yarn_beta_slow", 1.0),

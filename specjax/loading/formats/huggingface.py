@@ -22,7 +22,7 @@ from specjax.loading.formats import (
 )
 from specjax.loading.formats.families import registry
 from specjax.loading.formats.family import Family
-from specjax.loading.formats.huggingface_config import write_config
+from specjax.loading.formats.huggingface_config import text_part, write_config
 from specjax.loading.formats.safetensors_files import (
     FLOATS,
     WEIGHTS,
@@ -34,6 +34,7 @@ from specjax.loading.formats.safetensors_files import (
 )
 from specjax.loading.tokenizers.huggingface_tokenizer import write_tokenizer
 from specjax.loading.tokenizers.tokenizer import Tokenizer
+from specjax.loading.user_messages import note
 from specjax.models.config import DecoderConfig
 from specjax.models.mtp import MtpConfig
 
@@ -50,8 +51,9 @@ _READ_IF_THERE = (
 def read_headers(directory: Path, family: Family) -> dict[str, StoredTensor]:
     """Return a directory's tensors, without their values, by their names in `family.tensors`.
 
-    The tensors are those in model.safetensors or its shards. Prefixes that other tools add or omit
-    ("model.", "module.") are normalized. Raises InputError for missing shards, damaged files,
+    The tensors are those in model.safetensors or its shards; of a multimodal model only those of
+    its text part, and a line is logged that counts the others. Prefixes that other tools add or
+    omit ("model.", "module.") are normalized. Raises InputError for missing shards, damaged files,
     pickles, and a directory that changed since `save` wrote it.
     """
     shards = safetensors_files.find_shards(directory)
@@ -60,6 +62,12 @@ def read_headers(directory: Path, family: Family) -> dict[str, StoredTensor]:
     ours = any(is_ours(read_notes(path)) for path in shards)
     folder_checksums.verify(directory, ("model",), ours, read)
     stored = safetensors_files.read_headers(shards, FLOATS)
+    if (part := text_part(directory)) is not None:
+        whole, stored = stored, [tensor for tensor in stored if not part.skips(tensor.name)]
+        note(
+            f"{directory}: the text part of a model of model_type={part.model_type!r}, without the "
+            f"{len(whole) - len(stored)} tensors of its other parts"
+        )
     names = parameter_names.canonical(family.tensors, [tensor.name for tensor in stored])
     tensors: dict[str, StoredTensor] = {}
     for tensor in stored:

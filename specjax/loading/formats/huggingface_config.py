@@ -12,7 +12,7 @@ import numpy as np
 from specjax.errors import InputError, shown
 from specjax.loading.formats import mtp_layers
 from specjax.loading.formats.families import registry
-from specjax.loading.formats.family import Family
+from specjax.loading.formats.families.text_parts import TEXT, TIED, TextPart
 from specjax.loading.formats.unread_fields import check_unread, implied
 from specjax.loading.tokenizers.huggingface_tokenizer import end_fields, read_json, write_json
 from specjax.loading.tokenizers.tokenizer import Tokenizer
@@ -22,8 +22,16 @@ from specjax.models.config import DecoderConfig
 
 def embedding_rows(directory: Path) -> int | None:
     """Return the number of embedding rows that config.json states, or None."""
-    value = read_json(directory / "config.json").get("vocab_size")
+    values = read_json(directory / "config.json")
+    if (part := registry.text_part(values.get("model_type"))) is not None:
+        values = part.text_values(values)
+    value = values.get("vocab_size")
     return value if type(value) is int and value > 0 else None
+
+
+def text_part(directory: Path) -> TextPart | None:
+    """Return which text part a directory's config.json describes, None if it is all of it."""
+    return registry.text_part(read_json(directory / "config.json").get("model_type"))
 
 
 def read_config(
@@ -32,8 +40,9 @@ def read_config(
     """Return the config of the decoder in config.json, and how many MTP modules it announces.
 
     MTP is multi-token prediction. The vocabulary is truncated to `vocab_size` ids if given;
-    `unused_tokens` are ids without a token. Raises InputError, naming the field, for an unknown
-    model type and for features that the decoder or the family lacks.
+    `unused_tokens` are ids without a token. Of a multimodal model the config is that of its text
+    part. Raises InputError, naming the field, for an unknown model type and for features that the
+    decoder or the family lacks.
     """
     path = directory / "config.json"
     raw = read_json(path)
@@ -47,12 +56,15 @@ def read_config(
             f"{path}: missing or empty; give a .gguf file or a directory with config.json, "
             "model.safetensors and tokenizer.json"
         )
-    try:
-        family = registry.family(raw.get("model_type"))
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None
     fields = Fields(str(path), raw)
-    _check_architecture(fields, family)
+    if (part := registry.text_part(raw.get("model_type"))) is not None:
+        _check_architecture(fields, part.architecture, part.model_type)
+        fields = _text_fields(fields, part)
+    try:
+        family = registry.family(fields.get("model_type"))
+    except InputError as error:
+        raise InputError(f"{fields.where}: {error}") from None
+    _check_architecture(fields, family.architecture, family.model_type)
     modules = mtp_layers.announced(fields)
     stated = fields.integer("vocab_size")
     config = family.read(fields, stated if vocab_size is None else vocab_size, unused_tokens)
@@ -60,18 +72,31 @@ def read_config(
     return config, modules
 
 
-def _check_architecture(fields: Fields, family: Family) -> None:
-    """Raise InputError if config.json names a class that is not the family's or its base class."""
+def _text_fields(fields: Fields, part: TextPart) -> Fields:
+    """Return the fields of a multimodal model's text part, after checking those around it."""
+    values = fields.section(TEXT)
+    if not values.values:
+        raise fields.fail(TEXT, f"a model of model_type={part.model_type!r} must have one")
+    values = Fields(values.where, part.text_values(fields.values))
+    fields.asked |= part.others | {TEXT, TIED}
+    check_unread(fields, {}, f"a model of model_type={part.model_type!r}")
+    if values.get("model_type") in registry.FAMILIES:
+        values.only("model_type", part.family)
+    return values
+
+
+def _check_architecture(fields: Fields, architecture: str, model_type: str) -> None:
+    """Raise InputError if config.json names a class that is not `architecture` or its base."""
     named = fields.get("architectures")
     if not named:
         return
-    fitting = {family.architecture, family.model_type.replace("_", "")}
-    stem = re.compile("(ForCausalLM|LMHeadModel|Model)$")
+    fitting = {architecture, model_type.replace("_", "")}
+    stem = re.compile("(ForCausalLM|ForConditionalGeneration|LMHeadModel|Model)$")
     stems = {stem.sub("", name).lower() for name in fitting}
     if not isinstance(named, list) or {stem.sub("", str(name)).lower() for name in named} - stems:
         raise fields.fail(
             "architectures",
-            f"is not supported; of model_type={family.model_type!r} only {family.architecture} is",
+            f"is not supported; of model_type={model_type!r} only {architecture} is",
         )
 
 

@@ -35,17 +35,17 @@ class TensorEntry(NamedTuple):
     `{layer}` if there is one tensor per layer, and `{expert}` if there is one per expert; with
     `merged` a single tensor has all experts on its first axis. `paired` marks rows whose rotated
     dimensions are stored as pairs of neighbours instead of half-split. `tied`, unless None, limits
-    the row to models whose output head is, or is not, the embedding. `part` is (index, count) if
-    the file's tensor combines several of the tree's parts, one after the other along the outputs.
-    `transposed` marks kernels that are stored [in, out]. Numbers in files are those of the tree
-    plus `added`.
+    the row to models whose output head is, or is not, the embedding. `fused` has the names, such as
+    "query", of the tree's parts that the file's tensor combines, one after the other along the
+    outputs. `transposed` marks kernels that are stored [in, out]. Numbers in files are those of the
+    tree plus `added`.
     """
 
     name: str
     path: Path
     paired: bool = False
     tied: bool | None = None
-    part: tuple[int, int] = (0, 1)
+    fused: tuple[str, ...] = ()
     transposed: bool = False
     added: int = 0
     merged: bool = False
@@ -57,7 +57,8 @@ class Location(NamedTuple):
     `name` is that of the tensor, and `entry` its row of the table. The values are the `section` of
     the leaf at `path`, and have `shape` there, for one layer and one expert. `layer` is None
     outside of layers; `first` is the first layer that is stacked with it. `head_dim` is the width
-    of a head, and `rotary_width` the number of its rotated dimensions.
+    of a head, and `rotary_width` the number of its rotated dimensions. `before` and `after` count
+    the other rows of the file's tensor, or the other experts if they are merged.
     """
 
     name: str
@@ -70,6 +71,8 @@ class Location(NamedTuple):
     layer: int | None = None
     first: int = 0
     expert: int | None = None
+    before: int = 0
+    after: int = 0
 
     def within(self, scan_layers: bool) -> tuple[Path, tuple[int, ...]]:
         """Return the path of the leaf, and the index (layer, expert or neither) on its first axes.
@@ -103,9 +106,9 @@ class Location(NamedTuple):
     @property
     def stored_shape(self) -> Shape:
         """The shape of the whole tensor in the file."""
-        first, *rest = self.rows
-        count = self.entry.part[1]
-        shape = (count, first, *rest) if self.entry.merged else (count * first, *rest)
+        count, *rest = self.rows
+        others = self.before + self.after
+        shape = (1 + others, count, *rest) if self.entry.merged else (count + others, *rest)
         return shape[::-1] if self.entry.transposed else shape
 
 
@@ -147,13 +150,28 @@ def of_entry(entry: TensorEntry, part: Part, config: DecoderConfig) -> Iterator[
     """Yield the location of a tensor, or one location per expert if the part has experts."""
     whole = Location(entry.name, entry, *part, config.head_dim, config.rotary_width)
     if not (entry.merged or "{expert}" in entry.name):
-        yield whole
+        yield _among_fused(whole, config)
         return
     count, *rest = part.shape
     for expert in range(count):
-        of_expert = entry._replace(part=(expert, count)) if entry.merged else entry
         name = entry.name.replace("{expert}", str(expert))
-        yield whole._replace(name=name, entry=of_expert, shape=tuple(rest), expert=expert)
+        of_expert = whole._replace(name=name, shape=tuple(rest), expert=expert)
+        if entry.merged:
+            of_expert = of_expert._replace(before=expert, after=count - expert - 1)
+        yield _among_fused(of_expert, config)
+
+
+def _among_fused(location: Location, config: DecoderConfig) -> Location:
+    """Return a location with the numbers of rows that its file's tensor has before and after it."""
+    fused = location.entry.fused
+    if not fused:
+        return location
+    heads = {"query": config.num_heads, "key": config.num_kv_heads, "value": config.num_kv_heads}
+    sizes = [heads.get(name, 1) for name in fused]
+    index = fused.index(location.entry.path[-2])
+    unit = location.rows[0] // sizes[index]
+    before, after = (unit * sum(part) for part in (sizes[:index], sizes[index + 1 :]))
+    return location._replace(before=before, after=after)
 
 
 def lookup(tree: dict[str, Any], path: Path) -> Any:
@@ -175,11 +193,11 @@ def canonical(table: Collection[TensorEntry], names: Collection[str]) -> dict[st
 
     They may differ in their prefix: some tools omit that of layer names ("model."), or put names of
     wrapping modules before or in place of it ("language_model.model.", "model.language_model.",
-    "module."). The norm of the first layer shows which prefix is used; the name of the output head
+    "module."). A norm of the first layer shows which prefix is used; the name of the output head
     may begin with all or some of the wrapping modules.
     """
-    names_of = {entry.path: entry.name for entry in table}
-    norm = names_of["layers", "attention_norm", "scale"]
+    scales = (entry for entry in table if entry.path[-1] == "scale")
+    norm = next(entry.name for entry in scales if entry.path[0] == "layers")
     head = next(entry.name for entry in table if entry.path[0] == "head" and entry.tied is False)
     base, dot, rest = norm.replace("{layer}", "0").partition(".")
     base += dot

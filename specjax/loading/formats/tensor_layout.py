@@ -22,11 +22,10 @@ def own_rows(
     location: Location, rows: slice = slice(None), inputs: slice = slice(None)
 ) -> tuple[int | slice, ...]:
     """Return the index, in the file's tensor, of some rows and inputs of a location."""
-    number, _ = location.entry.part
+    before = location.before
     first, stop, _ = rows.indices(location.rows[0])
     if location.entry.merged:
-        return (number, slice(first, stop), inputs)[: 1 + len(location.rows)]
-    before = number * location.rows[0]
+        return (before, slice(first, stop), inputs)[: 1 + len(location.rows)]
     stored_rows = slice(before + first, before + stop)
     if location.entry.transposed:
         return (inputs, stored_rows)
@@ -85,7 +84,7 @@ def stored_tensors(
 
 def _joined(entries: Sequence[tuple[Location, np.ndarray]]) -> np.ndarray:
     """Return a file's tensor, given the parts that it consists of along the outputs."""
-    ordered = sorted(entries, key=lambda pair: pair[0].entry.part)
+    ordered = sorted(entries, key=lambda pair: pair[0].before)
     axis = -1 if ordered[0][0].entry.transposed else 0
     joined = np.concatenate([part for _, part in ordered], axis=axis)
     return np.ascontiguousarray(joined.reshape(ordered[0][0].stored_shape))

@@ -62,8 +62,6 @@ _INERT = re.compile(
 
 _CONSTANT: Implied = {
     "logit_scale": (1,),
-    "logits_scaling": (1,),
-    "residual_multiplier": (1,),
     "causal": (True,),
     "is_causal": (True,),
     "scale_attn_weights": (True,),
@@ -105,6 +103,8 @@ def implied(config: DecoderConfig) -> Implied:
         ("rotary_emb_base", "rotary_base"): config.rope_theta,
         ("use_rope", "use_rotary"): rotary > 0,
         ("embedding_multiplier",): config.embedding.scale,
+        ("residual_multiplier",): config.residual_scale,
+        ("logits_scaling",): config.logit_divisor,
     }
     if config.experts is not None:
         values |= _of_experts(config.experts)

@@ -15,7 +15,7 @@ from specjax.errors import InputError
 from specjax.models.config import DecoderConfig
 from specjax.models.decoder import Decoder
 from specjax.models.head_config import HeadConfig
-from specjax.models.layers.decoder_layer import limited
+from specjax.models.layers.decoder_layer import final_logits
 from specjax.models.parameter_table import parameter_table as decoder_table
 
 KIND = "draft_model"
@@ -138,4 +138,4 @@ class ReducedDecoder:
         layer = self.decoder.arithmetic
         head = params["shared"]["draft_head"]
         logits = layer.project("btd,dv->btv", final_norm, head, jnp.float32)
-        return limited(logits, self.decoder.config.logit_softcap)
+        return final_logits(logits, self.decoder.config)

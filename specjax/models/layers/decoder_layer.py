@@ -56,6 +56,15 @@ class DecoderLayer:
             return layer_norm(x, weights["scale"], weights["bias"], self.config.rms_norm_eps)
         return self.rms_norm(x, weights["scale"])
 
+    def normed_input(
+        self, x: Float[Array, "B T D"], weights: dict[str, Any], name: str
+    ) -> Float[Array, "B T D"]:
+        """Return the input of attention or MLP: `x`, normed by `name` if the config says so.
+
+        `weights` are the layer's.
+        """
+        return self.norm(x, weights[name]) if self.config.norm.before else x
+
     def rms_norm(self, x: jax.Array, scale: Float[Array, "D"]) -> jax.Array:
         """Return the RMS norm of `x` over the last axis, with the config's epsilon and offset."""
         if self.config.norm.offset:
@@ -99,27 +108,43 @@ class DecoderLayer:
         query = blocks[:, :, :, :-2].reshape(batch, tokens, heads, width)
         key, value = blocks[:, :, :, -2], blocks[:, :, :, -1]
         if config.attention.qk_norm:
-            query_scale, key_scale = attention["qk_norm"]["scale"].reshape(2, width)
-            query, key = self.rms_norm(query, query_scale), self.rms_norm(key, key_scale)
+            query, key = self._normed_heads(query, key, attention["qk_norm"]["scale"])
         if rotation is not None:
             query, key = rotate(query, *rotation), rotate(key, *rotation)
         key, value = (self._split(_copied(heads, copies), "kv_heads") for heads in (key, value))
         scale = config.attention.query_scale
         return group_queries(self._split(query, "heads"), key.shape[2], scale), key, value
 
+    def _normed_heads(
+        self,
+        query: Float[Array, "B T H C"],
+        key: Float[Array, "B T G C"],
+        scale: Float[Array, " N"],
+    ) -> tuple[Float[Array, "B T H C"], Float[Array, "B T G C"]]:
+        """Return queries and keys after their norms, whose scales are joined in `scale`."""
+        width = self.config.head_dim
+        if self.config.attention.qk_norm_over == "head":
+            query_scale, key_scale = scale.reshape(2, width)
+            return self.rms_norm(query, query_scale), self.rms_norm(key, key_scale)
+        scales = scale.reshape(self.config.num_kv_heads, -1, width)
+
+        def normed(x: jax.Array, scale: jax.Array) -> jax.Array:
+            joined = x.reshape(*x.shape[:2], -1)
+            return self.rms_norm(joined, scale.reshape(-1)).reshape(x.shape)
+
+        return normed(query, scales[:, :-1]), normed(key, scales[:, -1])
+
     def add_attention(
         self, x: Float[Array, "B T D"], mixed: Partial, weights: dict[str, Any]
     ) -> Float[Array, "B T D"]:
         """Return the residual stream `x` plus the output projection of attention's result `mixed`.
 
-        The summand is normed first if the config says so.
+        The summand is normed and scaled first if the config says so.
         """
         out = ungroup(mixed.weighted / mixed.denominator, x.shape[1]).astype(x.dtype)
         out = out.reshape(*x.shape[:2], -1)
         out = self.project("btn,nd->btd", out, weights["attention"]["output"])
-        if self.config.norm.after:
-            out = self.norm(out, weights["after_attention_norm"])
-        return self.whole(x + out)
+        return self._add(x, out, weights, "after_attention_norm")
 
     def add_mlp(
         self, x: Float[Array, "B T D"], weights: dict[str, Any]
@@ -129,14 +154,26 @@ class DecoderLayer:
         The second result has the K experts of each token; it is None for an MLP. `weights` are the
         layer's.
         """
-        h, mlp, chosen = self.norm(x, weights["mlp_norm"]), weights["mlp"], None
+        h, mlp, chosen = self.normed_input(x, weights, "mlp_norm"), weights["mlp"], None
         if "experts" in mlp:
             out, chosen = self.experts(h, mlp)
         else:
             out = self.mlp(h, mlp)
+        return self._add(x, out, weights, "after_mlp_norm"), chosen
+
+    def _add(
+        self,
+        x: Float[Array, "B T D"],
+        out: Float[Array, "B T D"],
+        weights: dict[str, Any],
+        name: str,
+    ) -> Float[Array, "B T D"]:
+        """Return `x` plus `out`, which is normed by `name` and scaled as the config says."""
         if self.config.norm.after:
-            out = self.norm(out, weights["after_mlp_norm"])
-        return self.whole(x + out), chosen
+            out = self.norm(out, weights[name])
+        if self.config.residual_scale != 1.0:
+            out = (out.astype(jnp.float32) * self.config.residual_scale).astype(out.dtype)
+        return self.whole(x + out)
 
     def mlp(self, h: Float[Array, "B T D"], mlp: dict[str, Any]) -> Float[Array, "B T D"]:
         """Return the result of an MLP on `h`, with or without a gate as the config says."""
@@ -284,8 +321,11 @@ def embed(
     return x.astype(dtype)
 
 
-def limited(x: jax.Array, softcap: float | None) -> jax.Array:
-    """Return c tanh(x/c) for a soft cap c (Gemma 2), or `x` without one."""
+def final_logits(products: jax.Array, config: DecoderConfig) -> jax.Array:
+    """Return logits, given the products with the output head, divided and limited as configured."""
+    x, softcap = products, config.logit_softcap
+    if config.logit_divisor != 1.0:
+        x = x / config.logit_divisor
     return x if softcap is None else softcap * jnp.tanh(x / softcap)
 
 

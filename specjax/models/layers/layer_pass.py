@@ -62,7 +62,7 @@ class LayerPass:
             for name, before in carry.layer_inputs.items()
         }
         view = self.views(index)
-        h = layer.norm(x, weights["attention_norm"])
+        h = layer.normed_input(x, weights, "attention_norm")
         copies = 1 if carry.window is None else carry.window.k.shape[2] // config.num_kv_heads
         query, key, value = layer.heads(h, weights["attention"], view.rotation, copies)
         mixed, window = self._attend(index, view, carry.window, query, key, value)

@@ -53,9 +53,21 @@ def layer_views(
     """Return a function from a layer's index to its `LayerView`.
 
     `repeats` is the number of query heads per key/value head. The views with and without sliding
-    window are computed once; a traced index selects between them. Without `window` (training) the T
-    tokens attend to each other.
+    window, and with and without rotation, are computed once; a traced index selects among them.
+    Without `window` (training) the T tokens attend to each other.
     """
+    views = _masks_and_rotations(config, positions, window, visible, repeats)
+    return _with_rotations(config, views)
+
+
+def _masks_and_rotations(
+    config: DecoderConfig,
+    positions: Int[Array, "B T"],
+    window: Window | None,
+    visible: Bool[Array, "#B T W"],
+    repeats: int,
+) -> Callable[[Int[Array, ""] | int], LayerView]:
+    """Return the views of layers as if all had rotations; the arguments are `layer_views`'."""
 
     def spread(mask: jax.Array, axis: int = 1) -> jax.Array:
         # Queries are ordered by token; those of one token that share a key head are adjacent.
@@ -90,3 +102,22 @@ def layer_views(
         return jax.tree.map(select, local_view, global_view)
 
     return view
+
+
+def _with_rotations(
+    config: DecoderConfig, view: Callable[[Int[Array, ""] | int], LayerView]
+) -> Callable[[Int[Array, ""] | int], LayerView]:
+    """Return views as `view` has them, in which layers without rotation turn by the angle 0."""
+    unrotated = config.unrotated
+    if not any(unrotated):
+        return view
+
+    def rotated_or_not(index: Int[Array, ""] | int) -> LayerView:
+        of_layer = view(index)
+        if of_layer.rotation is None:
+            return of_layer
+        still = jnp.asarray(np.asarray(unrotated))[index]
+        cos, sin = of_layer.rotation
+        return of_layer._replace(rotation=(jnp.where(still, 1.0, cos), jnp.where(still, 0.0, sin)))
+
+    return rotated_or_not

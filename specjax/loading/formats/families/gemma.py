@@ -6,20 +6,14 @@ QK-norms, and a separate rotary base for the five of six layers with a window.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from specjax.loading.formats.families import schema
-from specjax.loading.formats.families.schema import FULL, SLIDING, Part, Values
+from specjax.loading.formats.families.layer_types import by_layer_type
+from specjax.loading.formats.families.schema import Part, Values
 from specjax.loading.formats.families.tensor_names import table
 from specjax.loading.formats.family import Family, GgufLayout
 from specjax.loading.formats.gguf_fields import GgufFields
-from specjax.loading.formats.huggingface_rope import (
-    Rope,
-    read_rope,
-    write_rope,
-    write_scaling,
-)
 from specjax.loading.typed_fields import Fields
 from specjax.models.config import DecoderConfig, SlidingWindow
 
@@ -114,56 +108,6 @@ GEMMA2 = Family(
 )
 
 
-def _read_ropes(fields: Fields, max_positions: int) -> tuple[Rope, float]:
-    """Return the rope of layers without a window, and the rotary base of layers with one."""
-    theta = fields.number("rope_theta", _GLOBAL)
-    local = fields.number("rope_local_base_freq", _LOCAL)
-    full = {"rope_theta": theta, "rope_scaling": fields.get("rope_scaling")}
-    both = fields.section("rope_parameters")
-    if both.values:
-        full["rope_parameters"] = {"rope_theta": theta, **both.section(FULL).values}
-        sliding = {"rope_theta": local, **both.section(SLIDING).values}
-        if unknown := sorted(both.values.keys() - both.asked):
-            raise both.unknown(unknown, f"use {FULL} and {SLIDING}")
-        rope = read_rope(Fields(fields.where, {"rope_parameters": sliding}), max_positions)
-        if rope.scaling is not None:
-            raise both.fail(SLIDING, "is not supported; only the default rope_type is")
-        local = rope.theta
-    return read_rope(Fields(fields.where, full), max_positions), local
-
-
-def _read_layers3(fields: Fields, known: Values) -> Values:
-    """Return the sliding window, on five of six layers, and the ropes of both types of layers."""
-    num_layers = known["num_layers"]
-    size, period = fields.integer("sliding_window", 4096), _PERIOD
-    for name in ("_sliding_window_pattern", "sliding_window_pattern"):
-        period = fields.count(name, period)
-    windowed = [(layer + 1) % period != 0 for layer in schema.layers(num_layers)]
-    window = schema.read_window(fields, size, num_layers, windowed)
-    rope, local = _read_ropes(fields, known["max_positions"])
-    return {
-        "rope_theta": rope.theta,
-        "rope_scaling": rope.scaling,
-        "sliding_window": window and replace(window, rope_theta=local),
-    }
-
-
-def _write_layers3(config: DecoderConfig) -> dict[str, Any]:
-    window, scaling = config.sliding_window, write_scaling(config)
-    local = _LOCAL if window is None or window.rope_theta is None else window.rope_theta
-    return {
-        **schema.write_window(config),
-        # If no layer has a window, its size has no effect, but must be a number.
-        "sliding_window": 4096 if window is None else window.size,
-        **write_rope(config),
-        "rope_local_base_freq": local,
-        "rope_parameters": {
-            FULL: {**scaling, "rope_theta": config.rope_theta},
-            SLIDING: {"rope_type": "default", "rope_theta": local},
-        },
-    }
-
-
 def _read_gguf_layers3(fields: GgufFields, known: Values) -> Values:
     # llama.cpp reads a file without the key as one without windows.
     size = fields.integer("attention.sliding_window", 0)
@@ -185,7 +129,14 @@ GEMMA3 = Family(
         *_shared(131072, layers_of_27b=62),
         schema.fixed({"attention.qk_norm": True}),
         _softcap("logit_softcap", "final_logit_softcapping", None),
-        Part(_read_layers3, _write_layers3, _read_gguf_layers3),
+        by_layer_type(
+            _PERIOD,
+            _GLOBAL,
+            local_theta=_LOCAL,
+            local_field="rope_local_base_freq",
+            period_fields=("_sliding_window_pattern", "sliding_window_pattern"),
+            read_gguf=_read_gguf_layers3,
+        ),
     ),
     tensors=table("huggingface", _NAMES),
     gguf=GgufLayout("gemma3", table("gguf", norms_added=1)),

@@ -22,7 +22,7 @@ LLAMA = Family(
         *schema.sizes(),
         schema.rope(),
         schema.ATTENTION_BIAS,
-        schema.flag("mlp_bias", "mlp_bias", schema.has_tensor("blk.0.ffn_gate.bias")),
+        schema.MLP_BIAS,
         schema.SILU,
     ),
     tensors=table("huggingface"),

@@ -6,8 +6,13 @@ from specjax.errors import InputError, shown
 from specjax.loading.formats.families.gemma import GEMMA2, GEMMA3
 from specjax.loading.formats.families.glm import GLM4, GLM4_MOE
 from specjax.loading.formats.families.gpt2 import GPT2
+from specjax.loading.formats.families.granite import GRANITE
 from specjax.loading.formats.families.llama import LLAMA, MISTRAL, MIXTRAL
+from specjax.loading.formats.families.olmo import OLMO2, OLMO3
+from specjax.loading.formats.families.phi import PHI3
 from specjax.loading.formats.families.qwen import MIMO, QWEN2, QWEN3, QWEN3_MOE
+from specjax.loading.formats.families.smollm3 import SMOLLM3
+from specjax.loading.formats.families.text_parts import GEMMA3_PART, MISTRAL3_PART, TextPart
 from specjax.loading.formats.family import Family
 from specjax.loading.formats.parameter_names import TensorEntry
 from specjax.models.config import DecoderConfig
@@ -27,12 +32,21 @@ FAMILIES: dict[str, Family] = {
         GLM4,
         GLM4_MOE,
         MIMO,
+        SMOLLM3,
+        OLMO2,
+        OLMO3,
+        PHI3,
+        GRANITE,
     )
 }
+TEXT_PARTS: dict[str, TextPart] = {part.model_type: part for part in (GEMMA3_PART, MISTRAL3_PART)}
+"""The multimodal models whose text part is read, by `model_type`."""
 _REFUSED = {
-    "gemma3": "images beside the text (of 'gemma3_text', such as 1B, they are not there)",
     "deepseek_v3": "multi-head latent attention",
     "qwen3_next": "linear attention",
+    "phi3small": "blocksparse attention",
+    "phimoe": "a router that masks experts by their distance",
+    "ministral3": "queries scaled by their position",
 }
 """Unsupported families that users often try, and the features that the decoder lacks."""
 
@@ -46,8 +60,13 @@ def family(model_type: object) -> Family:
         reason = f": it has {_REFUSED[model_type]}"
     raise InputError(
         f"model_type={shown(model_type)} is not supported{reason}; use a model of the type "
-        f"{' or '.join(map(repr, FAMILIES))}"
+        f"{' or '.join(map(repr, (*FAMILIES, *TEXT_PARTS)))}"
     )
+
+
+def text_part(model_type: object) -> TextPart | None:
+    """Return which text part a multimodal model of this `model_type` has, None if it is another."""
+    return TEXT_PARTS.get(model_type) if isinstance(model_type, str) else None
 
 
 def gguf_architectures() -> dict[str, list[Family]]:

@@ -24,7 +24,8 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 """The names that config.json uses for types of layers."""
 
 
-def _nothing(*_: Any) -> dict[str, Any]:
+def nothing(*_: Any) -> dict[str, Any]:
+    """Return no fields: the reader or writer of a part that has none."""
     return {}
 
 
@@ -37,9 +38,9 @@ class Part:
     `DecoderConfig`, or that of a head (`methods.heads.published_layout`).
     """
 
-    read: Callable[[Fields, Values], Values] = _nothing
-    write: Callable[[Any], Mapping[str, Any]] = _nothing
-    read_gguf: Callable[[GgufFields, Values], Values] = _nothing
+    read: Callable[[Fields, Values], Values] = nothing
+    write: Callable[[Any], Mapping[str, Any]] = nothing
+    read_gguf: Callable[[GgufFields, Values], Values] = nothing
 
 
 def _row(
@@ -101,12 +102,12 @@ def computed(path: str, function: Callable[[Values], Any]) -> Part:
     def read(_: Fields, known: Values) -> Values:
         return {path: function(known)}
 
-    return Part(read, _nothing, read)
+    return Part(read, nothing, read)
 
 
 def fixed(values: Values) -> Part:
     """Return a part for fields that have these values in every model of a family."""
-    return Part(lambda *_: values, _nothing, lambda *_: values)
+    return Part(lambda *_: values, nothing, lambda *_: values)
 
 
 def written(fields: Mapping[str, Any]) -> Part:
@@ -190,6 +191,7 @@ def experts(count: str, intermediate_size: int) -> tuple[Part, ...]:
 
 
 ATTENTION_BIAS = flag("attention_bias", "attention_bias", has_tensor("blk.0.attn_q.bias"))
+MLP_BIAS = flag("mlp_bias", "mlp_bias", has_tensor("blk.0.ffn_gate.bias"))
 SILU = written({"hidden_act": "silu"})
 
 

@@ -91,7 +91,9 @@ def table(
         TensorEntry(f"{outer['embed']}.weight", ("embed", "embedding"), tied=False),
         TensorEntry(f"{outer['head']}.weight", ("head", "kernel"), tied=False),
     ]
-    parts = {path: (group.index(path), len(group)) for group in fused for path in group}
+    groups = {
+        path: tuple(part.rpartition(".")[2] for part in group) for group in fused for path in group
+    }
     for module in (_FINAL_NORM, *_LAYER_MODULES, _POSITIONS):
         name = names.get(module.path, getattr(module, format))
         if not name:
@@ -100,15 +102,15 @@ def table(
         if module in _LAYER_MODULES:
             name, path = f"{outer['layer']}.{name}", ("layers", *path)
         is_paired = paired and module.path in _PAIRED
-        part = parts.get(module.path, (0, 1))
+        group = groups.get(module.path, ())
         weight, bias = f"{name}.weight", TensorEntry(f"{name}.bias", (*path, "bias"))
         if module.kind == "norm":
             entries += [TensorEntry(weight, (*path, "scale"), added=norms_added), bias]
         elif module.kind == "linear":
-            kernel = TensorEntry(weight, (*path, "kernel"), is_paired, part=part)
+            kernel = TensorEntry(weight, (*path, "kernel"), is_paired, fused=group)
             merged = "experts" in path and "{expert}" not in name
             entries.append(kernel._replace(transposed=transposed, merged=merged))
-            entries.append(bias._replace(paired=is_paired, part=part))
+            entries.append(bias._replace(paired=is_paired, fused=group))
         elif module.kind == "embedding":
             entries.append(TensorEntry(weight, (*path, "embedding")))
         else:
