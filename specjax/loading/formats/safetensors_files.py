@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -109,18 +110,20 @@ def tensor_reader() -> Callable[..., np.ndarray]:
     of a mapped file count as memory of the process.
     """
     files: dict[Path, Any] = {}
-    bytes_read = 0
+    bytes_read, lock = 0, threading.Lock()
 
     def read(tensor: StoredTensor, index: tuple[slice, ...] = ()) -> np.ndarray:
         nonlocal bytes_read
-        if bytes_read > _MAPPED_BYTES:
-            # A file that another thread is reading is closed after that.
-            bytes_read = 0
-            files.clear()
-        if (file := files.get(tensor.path)) is None:
-            file = files[tensor.path] = _opened(tensor.path)
+        with lock:
+            if bytes_read > _MAPPED_BYTES:
+                # A file that another thread is reading is closed after that.
+                bytes_read = 0
+                files.clear()
+            if (file := files.get(tensor.path)) is None:
+                file = files[tensor.path] = _opened(tensor.path)
         values = file.get_slice(tensor.name)[index] if index else file.get_tensor(tensor.name)
-        bytes_read += values.nbytes
+        with lock:
+            bytes_read += values.nbytes
         return values
 
     return read
