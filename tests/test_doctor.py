@@ -130,7 +130,7 @@ def examined(loaded, prompts=PROMPTS, **options):
     return diagnose(target(), loaded, prompts, sampling=SAMPLING, **options)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "mtp", "medusa", "dspark"])
+@pytest.mark.parametrize("kind", ["eagle3", "medusa", *slow("mtp", "dspark")])
 def test_sound_heads(kind):
     result = examined(trained(kind))
     assert not result.findings
