@@ -10,6 +10,8 @@ import pytest
 import scipy.special
 from conftest import slow
 from decoding import Deciding
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from specjax import sampling
 from specjax.errors import InputError
@@ -50,6 +52,32 @@ SHAPES = [
 )
 def test_rules_emit_the_target_distribution(rule, parents, vocab):
     check = check_rule(rule, Topology(parents), vocab=vocab)
+    assert check.passed, check.counterexample
+    assert check.max_error < 1e-12
+
+
+@pytest.mark.slow  # enumeration takes seconds for each
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(
+    rule=st.sampled_from(("rejection", "block")),
+    parents=st.sampled_from((FORK, SHARED)),
+    seed=st.integers(0, 2**32 - 1),
+    kept=st.tuples(*[st.floats(0.2, 1.0)] * 2),
+)
+def test_rules_are_exact_for_random_distributions(rule, parents, seed, kept):
+    """Of whole numbers, so with ties, and with zeros in p and in q."""
+    rng, depth = np.random.default_rng(seed), Topology(parents).depth
+
+    def table(depths, kept):
+        found = []
+        for length in range(depths):
+            weights = rng.integers(1, 4, (3**length, 3)) * (rng.random((3**length, 3)) < kept)
+            weights[np.arange(3**length), rng.integers(3, size=3**length)] += 1
+            found.append(weights / weights.sum(axis=1, keepdims=True))
+        return tuple(found)
+
+    pair = rule_check.DistributionPair("random", table(depth + 1, kept[0]), table(depth, kept[1]))
+    check = check_rule(rule, Topology(parents), vocab=3, distributions=[pair])
     assert check.passed, check.counterexample
     assert check.max_error < 1e-12
 
