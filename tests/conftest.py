@@ -252,7 +252,14 @@ def as_shipped():
 def pytest_generate_tests(metafunc):
     """Run the tests of a class with `cells` once for each, one cell after the other."""
     if "cell" in metafunc.fixturenames:
-        metafunc.parametrize("cell", metafunc.cls.cells, ids=str, scope="class")
+        rules = metafunc.cls.only.get(metafunc.function.__name__)
+        cells = [one for one in metafunc.cls.cells if rules is None or rule_of(one) in rules]
+        metafunc.parametrize("cell", cells, ids=str, scope="class")
+
+
+def rule_of(cell):
+    """Return the rule of a cell, which may be marked as slow."""
+    return getattr(cell, "values", [cell])[0].rule
 
 
 def slow(*cases):

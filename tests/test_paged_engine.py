@@ -78,7 +78,7 @@ def results(engine, call, aborted=()):
     for prompt in range(5):
         engine.submit([call.requests[prompt]])
     steps(3)
-    for prompt in range(5, len(PROMPTS)):
+    for prompt in range(5, len(call.requests)):
         engine.submit([call.requests[prompt]])
     for prompt in aborted:
         engine.abort(prompt)

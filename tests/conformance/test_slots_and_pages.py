@@ -11,7 +11,7 @@ from conformance.methods import LENGTH, METHODS, TOPOLOGIES, VOCAB, drafter, tak
 from conftest import slow
 from decoding import make_call
 from test_engine import own_results
-from test_paged_engine import assert_nothing_is_held, paged
+from test_paged_engine import assert_nothing_is_held, paged, results
 
 from specjax.engine.engine import Engine
 from specjax.engine.requests import SamplingParams
@@ -59,29 +59,6 @@ def alone(call):
     return found
 
 
-def together(engine, call, aborted):
-    """Return what the requests give of which half are added later, and some aborted meanwhile."""
-    found = {}
-
-    def steps(count):
-        for _ in range(count):
-            outputs = [one.output for one in engine.step() if one.output is not None]
-            found.update({one.id: own_results(one) for one in outputs})
-
-    for number, request in enumerate(call.requests):
-        engine.submit([request])
-        if number == len(PROMPTS) // 2:
-            steps(3)
-    for number in aborted:
-        engine.abort(number)
-        steps(1)
-    for _ in range(400):
-        if not engine.num_unfinished:
-            return found
-        steps(1)
-    raise AssertionError("some rows never ended")
-
-
 @pytest.fixture(scope="module")
 def plain():
     return {number: result[0] for number, result in alone(call_of(None)).items()}
@@ -113,7 +90,7 @@ def test_rows_in_company_give_what_they_give_alone(method, topology, rule, plain
         # What a drafter has learned of refused drafts is lost with a row that is put back.
         kept = 1 if engine is pages and loaded is not None and remembers_drafts(loaded) else 3
         for aborted in ((), ABORTED):
-            found = together(engine, call, aborted)
+            found = results(engine, call, aborted)
             assert found.keys() == wanted.keys()
             for number, result in found.items():
                 if number in aborted and result[1] == "abort":
