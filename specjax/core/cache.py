@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from specjax.core.cached_entries import Entries, decode, empty_entries, encode
+from specjax.core.recurrent_state import RecurrentState, RecurrentWindow
 
 _COPIED = 256
 """The most tokens that are copied at a time from row to row."""
@@ -26,29 +27,34 @@ class Window:
     """Keys and values of one round's speculative tokens, which are kept apart from the cache.
 
     Slots not yet written hold zeros, so that masked scores stay finite. `positions` are the tokens'
-    positions, stored only for models whose attention depends on them (sliding windows).
+    positions, stored only for models whose attention depends on them (sliding windows). In models
+    with recurrent layers L counts those with attention, and `recurrent` belongs to the others.
     """
 
     k: Float[Array, "L B G W C"]
     v: Float[Array, "L B G W C"]
     positions: Int[Array, "B W"] | None = None
+    recurrent: RecurrentWindow | None = None
 
     def padded(self, slots: int) -> Window:
         """Return the window with `slots` more slots, whose keys and values are zero, at its end."""
         return Window(
             *(_pad(keys_or_values, 3, slots) for keys_or_values in (self.k, self.v)),
             self.positions if self.positions is None else _pad(self.positions, 1, slots),
+            self.recurrent and self.recurrent.padded(slots),
         )
 
     def at_slots(self, slots: slice | Int[np.ndarray, "A"]) -> Window:
         """Return the window with only the given slots, in that order."""
         positions = self.positions if self.positions is None else self.positions[:, slots]
-        return Window(self.k[:, :, :, slots], self.v[:, :, :, slots], positions)
+        recurrent = self.recurrent and self.recurrent.at_slots(slots)
+        return Window(self.k[:, :, :, slots], self.v[:, :, :, slots], positions, recurrent)
 
     def take(self, rows: Int[Array, "A"]) -> Window:
         """Return the window with only the given rows, in that order."""
         positions = self.positions if self.positions is None else self.positions[rows]
-        return Window(self.k[:, rows], self.v[:, rows], positions)
+        recurrent = self.recurrent and self.recurrent.take(rows)
+        return Window(self.k[:, rows], self.v[:, rows], positions, recurrent)
 
     def admit(self, rows: Int[Array, "A"], new: Window) -> Window:
         """Return the window with row i of `new` written at row `rows[i]`.
@@ -62,6 +68,7 @@ class Window:
             self.k.at[:, rows].set(new.k, mode="drop"),
             self.v.at[:, rows].set(new.v, mode="drop"),
             positions,
+            self.recurrent and self.recurrent.admit(rows, new.recurrent),
         )
 
 
@@ -76,12 +83,15 @@ class KVCache:
     arXiv:2309.06180), or the rows of another cache, each a page of its own (`lend`). Pages and rows
     are divided into `shards` equal parts, and numbers in `pages` count from the first page of a
     row's part. Without arrays it only has lengths, of rows whose entries another cache holds.
+    `recurrent` is the state of recurrent layers after the committed tokens, in models that have
+    some: it always belongs to the rows, also if their keys and values are lent or in pages.
     """
 
     k: Entries | None
     v: Entries | None
     length: Int[Array, "B"]
     pages: Int[Array, "B N"] | None = None
+    recurrent: RecurrentState | None = None
     shards: int = struct.field(pytree_node=False, default=1)
 
     @property
@@ -100,7 +110,8 @@ class KVCache:
     def take(self, rows: Int[Array, "A"]) -> KVCache:
         """Return the cache with only the given rows, in that order; it must not have pages."""
         k, v = jax.tree.map(lambda array: array[:, rows], (self.k, self.v))
-        return KVCache(k, v, self.length[rows])
+        recurrent = self.recurrent and self.recurrent.take(rows)
+        return KVCache(k, v, self.length[rows], recurrent=recurrent)
 
     def admit(self, rows: Int[Array, "A"], new: KVCache) -> KVCache:
         """Return the cache with row i of `new` written at row `rows[i]`.
@@ -115,14 +126,17 @@ class KVCache:
         k, v = self.k, self.v
         if new.k is not None:
             k, v = jax.tree.map(put_entries, (k, v), (new.k, new.v))
-        return self.replace(k=k, v=v, length=set_rows(self.length, rows, new.length))
+        length = set_rows(self.length, rows, new.length)
+        recurrent = self.recurrent and self.recurrent.admit(rows, new.recurrent)
+        return self.replace(k=k, v=v, length=length, recurrent=recurrent)
 
     def gathered(
         self, slots: Int[Array, "B T"] | Int[Array, "B L G T"], length: Int[Array, "B"]
     ) -> KVCache:
         """Return a cache of copies of the tokens at `slots`, of which the first `length` count.
 
-        `slots` are the same in all layers and heads, or not; those out of range are clipped.
+        `slots` are the same in all layers and heads, or not; those out of range are clipped. The
+        state of recurrent layers stays that after all tokens.
         """
         if slots.ndim == 2:
             slots = slots[:, None, None]
@@ -134,7 +148,7 @@ class KVCache:
             return jnp.take_along_axis(array, index[..., None], axis=3)
 
         k, v = jax.tree.map(gather, (self.k, self.v))
-        return KVCache(k, v, length)
+        return KVCache(k, v, length, recurrent=self.recurrent)
 
     def _gathered_from_pages(
         self, index: Int[Array, "#L B #G T"], length: Int[Array, "B"]
@@ -162,7 +176,7 @@ class KVCache:
             return jnp.where(counts, taken, jnp.zeros((), taken.dtype))
 
         k, v = jax.tree.map(gather, (self.k, self.v))
-        return KVCache(k, v, length)
+        return KVCache(k, v, length, recurrent=self.recurrent)
 
     def cleared(self, rows: Int[Array, "A"]) -> KVCache:
         """Return the cache with zeros in `rows`, all in range."""
@@ -177,14 +191,19 @@ class KVCache:
         k, v = jax.tree.map(clear, (self.k, self.v))
         return self.replace(k=k, v=v)
 
-    def lend(self, rows: Int[Array, "A"], length: Int[Array, "A"]) -> KVCache:
-        """Return a view of `rows`, in range, that have these lengths."""
+    def lend(
+        self,
+        rows: Int[Array, "A"],
+        length: Int[Array, "A"],
+        recurrent: RecurrentState | None = None,
+    ) -> KVCache:
+        """Return a view of `rows`, in range, with these lengths and states of recurrent layers."""
         pages = rows[:, None] if self.pages is None else self.pages[rows]
-        return self.replace(length=length, pages=pages)
+        return self.replace(length=length, pages=pages, recurrent=recurrent)
 
     def without_entries(self) -> KVCache:
-        """Return the lengths alone."""
-        return KVCache(None, None, self.length)
+        """Return the cache without keys and values."""
+        return KVCache(None, None, self.length, recurrent=self.recurrent)
 
     def copied(
         self, sources: Int[Array, "A"], rows: Int[Array, "A"], length: Int[Array, "A"]
@@ -240,8 +259,12 @@ def commit(
 
     Slots beyond `count`, and tokens without a page, get an out-of-range index, which the scatter
     drops, so that rows with different counts need no loop and a donated cache is updated in place.
+    The state of recurrent layers advances over these slots, which are a path.
     """
     dtype = cache.k.dtype
+    if cache.recurrent is not None:
+        recurrent = cache.recurrent.advanced(window.recurrent, slots, count)
+        cache = cache.replace(recurrent=recurrent)
     return _append(cache, (encode(window.k, dtype), encode(window.v, dtype)), slots, count)
 
 

@@ -6,18 +6,16 @@ nothing.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from specjax import sampling
 from specjax.core.cache import commit, put
 from specjax.core.drafter import Context, Noise, StepLimits
+from specjax.core.in_place import apply_if
 from specjax.core.plan import LoopPlan
 from specjax.core.state import FAILED, FULL, RUNNING, STOPPED, Rounds, State, Tally
 from specjax.core.turn_taking import Proposal
@@ -49,12 +47,14 @@ def one_round(
     if len(plan.widths) == 1:
         after, end = _verify_and_commit(*arguments, plan.widths[0], proposed)
     else:
-        # XLA updates a cache in place in a loop, but copies one that a branch returns. In a loop
-        # of its own, a width appends its own slots, so that a pass without a draft appends one.
+        # Each width appends its own slots, so that a pass without a draft appends one.
         after, end = proposed, _no_end(plan, draft)
         for number, width in enumerate(plan.widths):
-            run = functools.partial(_verify_and_commit, *arguments, width)
-            after, end = _if_in_place(narrowest == number, run, after, end)
+
+            def run(before: tuple[State, _End], width: int = width) -> tuple[State, _End]:
+                return _verify_and_commit(*arguments, width, before[0])
+
+            after, end = apply_if(narrowest == number, run, (after, end))
 
     participated = end.count > 0
     column = {
@@ -89,20 +89,6 @@ def _no_end(plan: LoopPlan, draft: Draft) -> _End:
     none = jnp.zeros(rows, jnp.int32)
     overlaps = jnp.full((rows, longest), jnp.nan) if plan.overlaps else None
     return _End(none, none, jnp.full((rows, longest), -1, jnp.int32), overlaps)
-
-
-def _if_in_place(
-    condition: Bool[Array, ""],
-    run: Callable[[State], tuple[State, _End]],
-    state: State,
-    end: _End,
-) -> tuple[State, _End]:
-    """Return `run(state)` under a condition, else the arguments; caches are updated in place."""
-
-    def once(carry: tuple[Array, State, _End]) -> tuple[Array, State, _End]:
-        return jnp.zeros_like(condition), *run(carry[1])
-
-    return lax.while_loop(lambda carry: carry[0], once, (condition, state, end))[1:]
 
 
 def _verify_and_commit(

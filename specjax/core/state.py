@@ -168,7 +168,9 @@ def lend(state: State, new: State, slots: Int[Array, "A"]) -> State:
     """Return `new` with views of the rows `slots`, in range, for its caches without entries."""
 
     def view(rows: KVCache, cache: KVCache) -> KVCache:
-        return cache.lend(slots, rows.length) if rows.k is None else rows
+        if rows.k is not None:
+            return rows
+        return cache.lend(slots, rows.length, rows.recurrent)
 
     return _map_caches(view, new, state)
 
@@ -222,7 +224,7 @@ def with_cached_lengths(state: State, length: Int[Array, "B"]) -> State:
 
 
 def without_entries(state: State) -> State:
-    """Return the state with the lengths of its caches alone."""
+    """Return the state with caches without keys and values."""
     return _map_caches(KVCache.without_entries, state)
 
 

@@ -22,7 +22,7 @@ def stack_layers(
     layers = params.pop("layers")
     for run in config.runs:
         targets, tree = jax.tree.flatten(shardings[run.name])
-        names = map(str, range(run.first, run.first + run.count))
+        names = map(str, run.layers)
         rows = [jax.tree.leaves(layers.pop(name)) for name in names]
         stacked = []
         for target in targets:
@@ -42,7 +42,7 @@ def split_layers(
     layers: dict[str, Any] = {}
     for run in config.runs:
         leaves, tree = jax.tree.flatten(params.pop(run.name))
-        names = [str(layer) for layer in range(run.first, run.first + run.count)]
+        names = [*map(str, run.layers)]
         rows: dict[str, list[jax.Array]] = {name: [] for name in names}
         for target in jax.tree.leaves(shardings["layers"][names[0]]):
             take = jax.jit(_layer, out_shardings=target)

@@ -293,8 +293,11 @@ def random_model(
             return (noise * np.float32(location.shape[0] ** -0.5)).T
         if kind == "embedding":
             return noise
-        # A scale is stored minus the norms' offset.
-        neutral = kind == "scale" and not config.norm.offset
+        if kind == "taps":
+            return noise * np.float32(location.shape[-1] ** -0.5)
+        # A scale is stored minus the norms' offset, except in recurrent layers.
+        with_offset = config.norm.offset and "recurrence" not in location.path
+        neutral = kind == "scale" and not with_offset
         return np.float32(neutral) + np.float32(0.1) * noise
 
     locations = list(parameter_names.locations(registry.tensors(config), config))

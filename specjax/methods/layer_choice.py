@@ -168,10 +168,10 @@ class _Reader:
     def _one_layer(self, layer: int) -> tuple[Decoder, dict[str, Any]]:
         """Return a decoder of a single layer, equal for layers of equal structure; its weights."""
         config, form = self._decoder.config, self._decoder.form
-        run = next(run for run in config.runs if run.first <= layer < run.first + run.count)
+        run = next(run for run in config.runs if layer in run.layers)
         experts = replace(config.experts, num_dense=0) if run.sparse else None
         if form.stacked:
-            at = layer - run.first
+            at = run.layers.index(layer)
             weights = jax.tree.map(
                 lambda leaf: leaf.layers(at, at + 1) if is_quantized(leaf) else leaf[at : at + 1],
                 self._layers[run.name],

@@ -81,7 +81,8 @@ class Attention:
     heads of the `projection` (OLMo 2). `query_scale` multiplies queries (None: 1/sqrt(C)).
     `softcap` limits scores to c tanh(score/c). `rotary_width` is the number of leading dimensions
     of a head that are rotated: None for all, 0 for none. `unrotated` marks layers without rotation,
-    and repeats over the layers (SmolLM3).
+    and repeats over the layers (SmolLM3). With `gated` the projection of queries also has a gate
+    per head, whose sigmoids multiply the head's result (Qwen3-Next).
     """
 
     output_bias: bool = True
@@ -91,6 +92,7 @@ class Attention:
     softcap: float | None = None
     rotary_width: int | None = None
     unrotated: tuple[bool, ...] = (False,)
+    gated: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,10 +118,11 @@ class SlidingWindow:
 class Mlp:
     """The activation of the MLP, and whether a second projection gates it.
 
-    `gelu_tanh` is GELU approximated by tanh (GPT-2's `gelu_new`), `gelu` the exact function.
+    `gelu_tanh` is GELU approximated by tanh (GPT-2's `gelu_new`), `gelu` the exact function, and
+    `relu2` the square of ReLU.
     """
 
-    activation: Literal["silu", "gelu_tanh", "gelu"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "gelu", "relu2"] = "silu"
     gated: bool = True
 
 
@@ -148,17 +151,63 @@ class Experts:
     num_dense: int = 0
 
 
-class LayerRun(NamedTuple):
-    """Consecutive layers of the same structure, whose parameters may be stacked under `name`.
+@dataclass(frozen=True)
+class Recurrence:
+    """The recurrent layers of a decoder, which have a state instead of keys and values.
 
-    `first` is the index of the first layer, `count` their number, and `sparse` says whether they
-    have experts.
+    `kind` is `delta` (the gated delta rule: Yang et al. 2412.06464), `mamba2` (Dao and Gu
+    2405.21060) or `conv`, a gated convolution alone (LFM2). The convolution reads `conv_width` (K)
+    tokens. Linear attention has `value_heads` (H) matrices of `key_width` (N) keys and
+    `value_width` (P) values; the heads share `key_heads` (G) keys and queries. A convolution alone
+    has `value_heads` times `value_width` channels. Mamba-2 limits its
+    steps to `step_limits`, and norms the results of heads that share keys together. With
+    `negative_eigenvalues` the delta rule may subtract twice what a key reads.
+    """
+
+    kind: Literal["delta", "mamba2", "conv"]
+    conv_width: int = 4
+    key_heads: int = 1
+    value_heads: int = 1
+    key_width: int = 1
+    value_width: int = 1
+    conv_bias: bool = False
+    bias: bool = False
+    step_limits: tuple[float, float] = (0.0, float("inf"))
+    negative_eigenvalues: bool = False
+
+    @property
+    def conv_channels(self) -> int:
+        """The number of inputs of the convolution: those of values, and of queries and keys."""
+        values = self.value_heads * self.value_width
+        return values + 2 * self.key_heads * self.key_width * self.has_matrix
+
+    @property
+    def has_matrix(self) -> bool:
+        """Whether a layer's state has a matrix per head, besides the inputs of its convolution."""
+        return self.kind != "conv"
+
+
+Mixer = Literal["attention", "recurrent", "none"]
+"""What mixes the tokens in a layer: nothing does in one that is an MLP alone."""
+
+
+class LayerRun(NamedTuple):
+    """Layers of the same structure, whose parameters may be stacked under `name`.
+
+    `layers` are their indices, ascending, `mixer` is what mixes tokens in them, `mlp` says whether
+    they have an MLP or experts, and `sparse` whether these are experts.
     """
 
     name: str
-    first: int
-    count: int
+    layers: tuple[int, ...]
+    mixer: Mixer
+    mlp: bool
     sparse: bool
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether no other layer is between them."""
+        return self.layers[-1] - self.layers[0] == len(self.layers) - 1
 
 
 @dataclass(frozen=True)
@@ -177,6 +226,8 @@ class DecoderConfig:
     `intermediate_size` F, `num_layers` L, `num_heads` H, `num_kv_heads` G, `head_dim` C,
     `max_positions` the longest context in tokens, `rms_norm_eps` the epsilon of norms of either
     kind. What attention and MLP add to the residual stream is multiplied by `residual_scale`.
+    `mixers` says of each layer whether it has attention or is a layer of `recurrence`, and `mlps`
+    whether it has an MLP; both repeat over the layers.
     Logits are divided by `logit_divisor` (both Granite), and then `logit_softcap` limits them to
     c tanh(logit/c). `family` selects the names of tensors
     and config fields in files, but does not change the arithmetic. `unused_tokens` are ids,
@@ -207,6 +258,9 @@ class DecoderConfig:
     logit_divisor: float = 1.0
     logit_softcap: float | None = None
     experts: Experts | None = None
+    recurrence: Recurrence | None = None
+    mixers: tuple[Mixer, ...] = ("attention",)
+    mlps: tuple[bool, ...] = (True,)
     family: str = "llama"
     unused_tokens: tuple[int, ...] = ()
 
@@ -245,23 +299,31 @@ class DecoderConfig:
 
     @property
     def runs(self) -> tuple[LayerRun, ...]:
-        """The layers in groups of equal structure: dense layers first, then those with experts."""
-        experts, count = self.experts, self.num_layers
-        if experts is None:
-            return (LayerRun("layers", 0, count, False),)
-        dense = min(experts.num_dense, count)
-        if dense == count:
-            return (LayerRun("layers", 0, count, False),)
-        runs = (
-            LayerRun("dense_layers", 0, dense, False),
-            LayerRun("layers", dense, count - dense, True),
+        """The layers in groups of equal structure, in the order of their first layers."""
+        dense = self.num_layers if self.experts is None else self.experts.num_dense
+        some_sparse = dense < self.num_layers
+        groups: dict[tuple[Mixer, bool, bool], list[int]] = {}
+        for layer in range(self.num_layers):
+            mixer, mlp = _at(self.mixers, layer), _at(self.mlps, layer)
+            groups.setdefault((mixer, mlp, mlp and layer >= dense), []).append(layer)
+        names = {"attention": "", "recurrent": "recurrent_", "none": "mlp_"}
+        return tuple(
+            LayerRun(
+                f"{names[mixer]}{'dense_' if some_sparse and not sparse else ''}layers",
+                tuple(layers),
+                *(mixer, mlp, sparse),
+            )
+            for (mixer, mlp, sparse), layers in groups.items()
         )
-        return tuple(run for run in runs if run.count)
 
     @property
     def num_sparse(self) -> int:
         """The number of layers with experts, which come last."""
-        return sum(run.count for run in self.runs if run.sparse)
+        return sum(len(run.layers) for run in self.runs if run.sparse)
+
+    def layers_with(self, mixer: Mixer) -> tuple[int, ...]:
+        """Return the indices of the layers that have this mixer."""
+        return tuple(layer for layer in range(self.num_layers) if _at(self.mixers, layer) == mixer)
 
     @property
     def windowed(self) -> tuple[bool, ...]:
@@ -296,13 +358,21 @@ class DecoderConfig:
         attention = self.attention
         if any(unrotated):
             attention = replace(attention, unrotated=tuple(unrotated[layer] for layer in layers))
-        return replace(self, num_layers=len(layers), sliding_window=window, attention=attention)
+        return replace(
+            self,
+            num_layers=len(layers),
+            sliding_window=window,
+            attention=attention,
+            mixers=tuple(_at(self.mixers, layer) for layer in layers),
+            mlps=tuple(_at(self.mlps, layer) for layer in layers),
+        )
 
     def one_layer(self, *, experts: bool = False) -> DecoderConfig:
         """Return the config of a single layer, for a module that predicts further tokens.
 
-        It is rotated, and has no sliding window, no soft caps or divisor of logits, and no scale or
-        position of embeddings. With `experts` it has the model's experts, otherwise an MLP.
+        It has attention, is rotated, and has no sliding window, no soft caps or divisor of logits,
+        and no scale or position of embeddings. With `experts` it has the model's experts, otherwise
+        an MLP.
         """
         kept = replace(self.experts, num_dense=0) if experts and self.experts else None
         return replace(
@@ -314,6 +384,9 @@ class DecoderConfig:
             logit_divisor=1.0,
             logit_softcap=None,
             experts=kept,
+            recurrence=None,
+            mixers=("attention",),
+            mlps=(True,),
         )
 
     @property
@@ -335,13 +408,21 @@ _LLAMA: dict[str, Any] = {
     "logit_divisor": 1.0,
     "logit_softcap": None,
     "experts": None,
+    "recurrence": None,
+    "mixers": ("attention",),
+    "mlps": (True,),
 }
 """The fields in which families differ, with Llama's values."""
 
 
 def _over_layers(pattern: tuple[bool, ...], num_layers: int) -> tuple[bool, ...]:
     """Return for each of `num_layers` layers its entry of a pattern that repeats over them."""
-    return tuple(pattern[layer % len(pattern)] for layer in range(num_layers))
+    return tuple(_at(pattern, layer) for layer in range(num_layers))
+
+
+def _at(pattern: tuple[Any, ...], layer: int) -> Any:
+    """Return a layer's entry of a pattern that repeats over the layers."""
+    return pattern[layer % len(pattern)]
 
 
 def _check_unused(ids: tuple[int, ...], vocab_size: int) -> None:
@@ -359,7 +440,7 @@ def _check_nested(config: DecoderConfig) -> None:
         ("norm.kind", config.norm.kind, ("rms", "layer")),
         ("norm.offset", config.norm.offset, (0, 1)),
         ("attention.qk_norm_over", config.attention.qk_norm_over, ("head", "projection")),
-        ("mlp.activation", config.mlp.activation, ("silu", "gelu_tanh", "gelu")),
+        ("mlp.activation", config.mlp.activation, ("silu", "gelu_tanh", "gelu", "relu2")),
     ):
         if value not in choices:
             raise InputError(f"{field}={shown(value)}: use {' or '.join(map(str, choices))}")
@@ -386,6 +467,7 @@ def _check_nested(config: DecoderConfig) -> None:
     for field, value in reals.items():
         if value is not None:
             _check_real(field, value)
+    _check_mixers(config)
     if config.experts is not None:
         _check_experts(config.experts)
         total = config.num_layers * config.experts.num_experts
@@ -394,6 +476,44 @@ def _check_nested(config: DecoderConfig) -> None:
                 f"experts.num_experts={config.experts.num_experts}: {config.num_layers} layers "
                 f"have {total} in all, at most {_MOST_EXPERTS} are supported; repair the config"
             )
+
+
+def _check_mixers(config: DecoderConfig) -> None:
+    if not config.mixers or set(config.mixers) - {"attention", "recurrent", "none"}:
+        raise InputError(f"mixers={shown(config.mixers)}: use attention, recurrent or none")
+    if not config.mlps or not all(isinstance(has, bool) for has in config.mlps):
+        raise InputError(f"mlps={shown(config.mlps)}: say which layers have an MLP")
+    for layer in range(config.num_layers):
+        if _at(config.mixers, layer) == "none" and not _at(config.mlps, layer):
+            raise InputError(f"mlps: layer {layer} has neither a mixer nor an MLP")
+    recurrence = config.recurrence
+    if ("recurrent" in config.mixers) != (recurrence is not None):
+        raise InputError(
+            "recurrence: a decoder has one if and only if some of its mixers are recurrent"
+        )
+    if not config.layers_with("attention"):
+        raise InputError("mixers: at least one layer must have attention")
+    if recurrence is None:
+        return
+    if recurrence.kind not in ("delta", "mamba2", "conv"):
+        raise InputError(f"recurrence.kind={shown(recurrence.kind)}: use delta, mamba2 or conv")
+    for field in (*("conv_width", "key_heads", "value_heads", "key_width", "value_width"),):
+        value, highest = getattr(recurrence, field), _LARGEST["intermediate_size"]
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= highest:
+            raise InputError(
+                f"recurrence.{field}={shown(value)}: must be a whole number of at least 1 and at "
+                f"most {highest}; repair the config"
+            )
+    if recurrence.value_heads % recurrence.key_heads:
+        raise InputError(
+            f"recurrence.key_heads={recurrence.key_heads}: must divide "
+            f"value_heads={recurrence.value_heads}; repair the config"
+        )
+    lowest, highest = recurrence.step_limits
+    if not 0 <= lowest < highest:
+        raise InputError(
+            f"recurrence.step_limits={recurrence.step_limits}: must ascend from 0 or more"
+        )
 
 
 def _check_experts(experts: Experts) -> None:

@@ -8,7 +8,7 @@ positions (Su et al. 2104.09864), RMS norms (Zhang and Sennrich 1910.07467) and 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from specjax.core.cache import KVCache, Window, make_cache
 from specjax.core.cached_entries import Entries
+from specjax.core.in_place import apply_if
 from specjax.core.language_model import Extension
 from specjax.core.top_tokens import (
     top_tokens,
@@ -46,8 +47,9 @@ from specjax.models.layers.decoder_layer import (
     one_layer,
     with_experts,
 )
-from specjax.models.layers.layer_pass import LayerCarry, LayerPass
+from specjax.models.layers.layer_pass import LayerCarry, LayerPass, among
 from specjax.models.layers.local_and_global_layers import layer_views
+from specjax.models.layers.recurrence import Ancestors, empty_state, empty_window
 from specjax.models.parameter_table import parameter_table
 from specjax.models.parameters import ParameterTable, checked
 
@@ -110,10 +112,10 @@ class Decoder:
         )
 
     def make_cache(self, batch: int, capacity: int) -> KVCache:
-        """Return an empty cache [L, B, G, S, C]."""
+        """Return an empty cache [L, B, G, S, C]; of recurrent layers it has the state instead."""
         config = self.config
         cache = make_cache(
-            config.num_layers,
+            len(config.layers_with("attention")),
             batch,
             self.cached_heads,
             capacity,
@@ -124,17 +126,29 @@ class Decoder:
             k=self.constrain_heads(cache.k),
             v=self.constrain_heads(cache.v),
             length=constrain(cache.length, "batch"),
+            recurrent=self._recurrent(empty_state, batch),
         )
 
     def make_window(self, batch: int, slots: int) -> Window:
-        """Return an empty window [L, B, G, W, C]."""
+        """Return an empty window [L, B, G, W, C], with the slots of recurrent layers if any."""
         config = self.config
-        shape = (config.num_layers, batch, self.cached_heads, slots, config.head_dim)
+        layers = len(config.layers_with("attention"))
+        shape = (layers, batch, self.cached_heads, slots, config.head_dim)
         empty = self.constrain_heads(jnp.zeros(shape, self.dtype))
         positions = None
         if config.sliding_window is not None:
             positions = constrain(jnp.zeros((batch, slots), jnp.int32), "batch", None)
-        return Window(empty, empty, positions)
+        return Window(empty, empty, positions, self._recurrent(empty_window, batch, slots))
+
+    def _recurrent(self, make: Callable[..., Any], batch: int, *sizes: int) -> Any:
+        """Return `make(...)`, a state or a window of recurrent layers; None if there are none."""
+        if self.config.recurrence is None:
+            return None
+        layers = len(self.config.layers_with("recurrent"))
+        made = make(self.config.recurrence, layers, batch, *sizes, self.dtype)
+        return jax.tree.map(
+            lambda array: constrain(array, None, "batch", *[None] * (array.ndim - 2)), made
+        )
 
     def constrain_heads(self, entries: Entries) -> Entries:
         """Return keys or values [L, B, G, S, C], constrained to be sharded by head on a mesh."""
@@ -189,6 +203,8 @@ class Decoder:
                 visible,
                 self.config.num_heads // self._heads_of(window),
             ),
+            ancestors=self.config.recurrence
+            and Ancestors.of(visible, self.config.recurrence.conv_width),
             cache=cache,
             attend_all=attend_all,
             start=start,
@@ -242,25 +258,21 @@ class Decoder:
         """
         if self.form.layers == "unrolled":
             # Layers of the same structure are traced and lowered once.
-            traced_layer = jax.jit(lambda *arguments: run_layer(*arguments))
+            traced = {run: jax.jit(functools.partial(run_layer, run)) for run in self.config.runs}
+            run_of = {layer: run for run in traced for layer in run.layers}
             for index in self._not_skipped(start, depth):
                 # Without the barrier XLA splits the heads again, and transposes kernels for T = 1.
                 weights = with_experts(lax.optimization_barrier(params["layers"][str(index)]))
                 if inputs is not None:
                     inputs.append(carry.x[None])
-                carry = traced_layer(index, weights, carry)
+                carry = traced[run_of[index]](index, weights, carry)
             return carry
-        for run in self.config.runs:
-            first, last = max(start, run.first), min(depth, run.first + run.count)
+        for runs in _loops(self.config.runs):
+            layers = sorted(layer for run in runs for layer in run.layers)
+            first, last = max(start, layers[0]), min(depth, layers[-1] + 1)
             if first >= last:
                 continue
-            weights_of = self._weights(params, run, first, last)
-
-            def step(
-                index: Int[Array, ""], carry: LayerCarry, weights_of: Callable = weights_of
-            ) -> LayerCarry:
-                return run_layer(index, weights_of(index), carry)
-
+            step = self._step(params, run_layer, runs, trained=carry.window is None)
             if carry.window is None:
                 step = jax.checkpoint(step, prevent_cse=False)
             order = self._not_skipped(first, last)
@@ -277,6 +289,47 @@ class Decoder:
             if inputs is not None:
                 inputs.append(of_run)
         return carry
+
+    def _step(
+        self,
+        params: dict[str, Any],
+        run_layer: LayerPass,
+        runs: Sequence[LayerRun],
+        *,
+        trained: bool,
+    ) -> Callable[[Int[Array, ""], LayerCarry], LayerCarry]:
+        """Return the step of a loop over the layers of `runs`, as a function of layer and carry.
+
+        Layers of several structures are chosen by their index; if `trained`, so that the step has a
+        gradient.
+        """
+        steps = []
+        for run in runs:
+            weights_of = self._weights(params, run)
+
+            def step(
+                index: Int[Array, ""],
+                carry: LayerCarry,
+                run: LayerRun = run,
+                weights_of: Callable = weights_of,
+            ) -> LayerCarry:
+                return run_layer(run, index, weights_of(among(run.layers, index)), carry)
+
+            steps.append(step)
+        if len(steps) == 1:
+            return steps[0]
+        numbers = {layer: number for number, run in enumerate(runs) for layer in run.layers}
+        number_of = np.array([numbers[layer] for layer in range(len(numbers))], np.int32)
+
+        def chosen(index: Int[Array, ""], carry: LayerCarry) -> LayerCarry:
+            number = jnp.asarray(number_of)[index]
+            if trained:
+                return lax.switch(number, steps, index, carry)
+            for each, step in enumerate(steps):
+                carry = apply_if(number == each, functools.partial(step, index), carry)
+            return carry
+
+        return chosen
 
     def _not_skipped(self, first: int, last: int) -> Int[np.ndarray, "A"]:
         """Return the layers from `first` to `last` - 1 that run."""
@@ -316,14 +369,19 @@ class Decoder:
         return constrain(logits, "batch", None, "vocab" if self.shards > 1 else None)
 
     def _weights(
-        self, params: dict[str, Any], run: LayerRun, first: int, last: int
+        self, params: dict[str, Any], run: LayerRun
     ) -> Callable[[Int[Array, ""]], dict[str, Any]]:
-        """Return a function from a traced layer index, `first` to `last` - 1, to its weights."""
+        """Return a function from a traced position among the layers of a run to their weights."""
         if self.form.layers == "apart":
-            choose = layer_chooser([params["layers"][str(index)] for index in range(first, last)])
-            return lambda index: choose(index - first if first else index)
-        stacked = params[run.name]
-        return lambda index: one_layer(stacked, index - run.first if run.first else index)
+            return layer_chooser([params["layers"][str(index)] for index in run.layers])
+        return functools.partial(one_layer, params[run.name])
+
+
+def _loops(runs: Sequence[LayerRun]) -> list[tuple[LayerRun, ...]]:
+    """Return the runs of each loop over layers: one, or all of them if they are interleaved."""
+    if all(run.is_contiguous for run in runs):
+        return [(run,) for run in runs]
+    return [tuple(runs)]
 
 
 def attention(

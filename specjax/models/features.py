@@ -73,5 +73,5 @@ class Features:
         if QUERIES not in self.names:
             return None
         config = self._config
-        shape = (config.num_layers, config.num_heads, config.head_dim)
+        shape = (len(config.layers_with("attention")), config.num_heads, config.head_dim)
         return jnp.zeros((*tokens_shape, *shape), dtype)

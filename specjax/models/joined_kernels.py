@@ -5,7 +5,9 @@ Queries, keys and values are one kernel [D, (H + 2 G) C], and the MLP's gate and
 each key/value head its H / G query heads, its key and its value; and one of gcd(H, F) sections of
 the gate and of up. A mesh shards outputs between blocks wherever it can shard a decoder
 (`build_parameters.can_split`) and has no more devices than key/value heads, so that each device
-holds whole heads, and the gates that belong to its share of up. Biases are joined likewise, and so
+holds whole heads, and the gates that belong to its share of up. The delta rule of recurrent layers
+has a block for each key head, with its query, its key, and the values and gates of the heads that
+share them. Biases are joined likewise, and so
 are the norms of queries and keys: in a single block, or like queries and keys if they have a scale
 for each of a projection's outputs.
 """
@@ -27,6 +29,8 @@ PARTS = {
     "qkv": ("query", "key", "value"),
     "qk_norm": ("query_norm", "key_norm"),
     "gate_up": ("gate", "up"),
+    "qkvz": ("query", "key", "value", "gate"),
+    "rates": ("share", "decay"),
 }
 """The parts of each joined module, in the order of a block's sections."""
 
@@ -100,10 +104,15 @@ def _widths(module: str, outputs: int, config: DecoderConfig) -> list[int]:
     """Return the widths of the sections in a block of the joined module `module`, in order."""
     width = config.head_dim
     if module == "qkv":
-        return [config.num_heads // config.num_kv_heads * width, width, width]
+        queries = config.num_heads // config.num_kv_heads * (1 + config.attention.gated)
+        return [queries * width, width, width]
     if module == "qk_norm":
         over_heads = config.attention.qk_norm_over == "projection"
         return [config.num_heads // config.num_kv_heads * width if over_heads else width, width]
+    if (recurrence := config.recurrence) is not None and module in ("qkvz", "rates"):
+        heads, keys = recurrence.value_heads // recurrence.key_heads, recurrence.key_width
+        values = heads * recurrence.value_width
+        return [keys, keys, values, values] if module == "qkvz" else [heads, heads]
     return [gate_up_block(config.num_heads, outputs // 2)] * 2
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
@@ -20,7 +21,7 @@ from specjax.models.config import DecoderConfig, SlidingWindow
 from specjax.models.decoder import Decoder, attention
 from specjax.models.form import DEFAULT_FORM, Form
 from specjax.models.layers.attention import Partial
-from specjax.models.layers.decoder_layer import DecoderLayer, rotate_by, with_experts
+from specjax.models.layers.decoder_layer import DecoderLayer, Heads, rotate_by, with_experts
 from specjax.models.layers.layer_pass import write_window
 from specjax.models.layers.local_and_global_layers import recent_keys
 from specjax.models.parameters import ParameterTable
@@ -126,7 +127,7 @@ class PairHead:
         params: dict[str, Any],
         attended: Float[Array, "B T Din"],
         positions: Int[Array, "B T"],
-    ) -> tuple[Float[Array, "B G X C"], Float[Array, "B T G C"], Float[Array, "B T G C"]]:
+    ) -> Heads:
         """Return queries, keys and values, rotated by `positions`, given attention's input.
 
         Queries are grouped by the key head that they share.
@@ -136,14 +137,18 @@ class PairHead:
         return self.arithmetic.heads(attended, self._layer(params)["attention"], rotation, copies)
 
     def finish(
-        self, params: dict[str, Any], residual: Float[Array, "B T D"], mixed: Partial
+        self,
+        params: dict[str, Any],
+        residual: Float[Array, "B T D"],
+        mixed: Partial,
+        gate: Float[Array, "B T HC"] | None,
     ) -> tuple[Float[Array, "B T D"], Int[Array, "B T K"] | None]:
-        """Add the attention result to the residual stream and run the MLP.
+        """Add the attention result, gated by that of `heads`, to the residual; run the MLP.
 
         Returns the layer's output, and each token's experts if the layer has experts.
         """
         layer = self._layer(params)
-        x = self.arithmetic.add_attention(residual, mixed, layer)
+        x = self.arithmetic.add_attention(residual, mixed, layer, gate)
         return self.arithmetic.add_mlp(x, layer)
 
     def next_hidden(
@@ -188,7 +193,7 @@ class PairHead:
         T); keys and values of all pairs are written.
         """
         residual, attended = self.inputs(params, tokens, hidden, positions)
-        query, key, value = self.heads(params, attended, positions)
+        query, key, value, gate = self.heads(params, attended, positions)
         key, value = cache.rounded(key), cache.rounded(value)
         window = window.replace(
             k=write_window(window.k, key, 0, start), v=write_window(window.v, value, 0, start)
@@ -198,9 +203,11 @@ class PairHead:
             window = window.replace(positions=written)
         if only is not None:
             visible = jnp.broadcast_to(visible, (only.shape[0], *visible.shape[1:]))
-            residual, positions, visible = (
-                jnp.take_along_axis(array, only.reshape(-1, *[1] * (array.ndim - 1)), axis=1)
-                for array in (residual, positions, visible)
+            residual, positions, visible, gate = jax.tree.map(
+                lambda array: jnp.take_along_axis(
+                    array, only.reshape(-1, *[1] * (array.ndim - 1)), axis=1
+                ),
+                (residual, positions, visible, gate),
             )
             of_pairs = query.reshape(*query.shape[:2], tokens.shape[1], -1, query.shape[-1])
             chosen = jnp.take_along_axis(of_pairs, only.reshape(-1, 1, 1, 1, 1), axis=2)
@@ -213,7 +220,7 @@ class PairHead:
         seen = jnp.repeat(visible, repeats, axis=1)[:, None]
         attend = attention(self.form, decoder.config, cache, positions.shape[1], self.shards > 1)
         mixed = attend(query, cache, window, 0, seen, **limits)
-        output, _ = self.finish(params, residual, mixed)
+        output, _ = self.finish(params, residual, mixed, gate)
         return output, window
 
     @property

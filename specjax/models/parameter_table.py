@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from specjax.models.config import DecoderConfig
+from specjax.models.config import DecoderConfig, LayerRun
 from specjax.models.parameters import Parameter
 
 UP_AXES = ("experts", "embed", "mlp")
@@ -29,12 +29,12 @@ def parameter_table(config: DecoderConfig, scan_layers: bool = True) -> dict[str
         "head": {"kernel": Parameter((width, config.vocab_size), ("embed", "vocab"))},
     }
     for run in config.runs:
-        layer = _layer(config, run.sparse)
+        layer = _layer(config, run)
         if scan_layers:
-            stacked = functools.partial(Parameter.with_layers, count=run.count)
+            stacked = functools.partial(Parameter.with_layers, count=len(run.layers))
             table[run.name] = jax.tree.map(stacked, layer)
         else:
-            layers = {str(run.first + index): layer for index in range(run.count)}
+            layers = {str(index): layer for index in run.layers}
             table["layers"] = table.get("layers", {}) | layers
     if not config.tie_word_embeddings:
         table["embed"] = {"embedding": Parameter((config.vocab_size, width), ("vocab", "embed"))}
@@ -44,16 +44,21 @@ def parameter_table(config: DecoderConfig, scan_layers: bool = True) -> dict[str
     return table
 
 
-def _layer(config: DecoderConfig, sparse: bool) -> dict[str, Any]:
-    """Return the parameters of one layer, with experts in place of the MLP if `sparse`."""
-    layer: dict[str, Any] = {
-        "attention": attention_table(config, config.hidden_size),
-        "mlp": _experts(config) if sparse else mlp_table(config),
-    }
-    if config.norm.before:
-        layer["attention_norm"] = layer["mlp_norm"] = norm_table(config)
-    if config.norm.after:
-        layer["after_attention_norm"] = layer["after_mlp_norm"] = norm_table(config)
+def _layer(config: DecoderConfig, run: LayerRun) -> dict[str, Any]:
+    """Return the parameters of one layer of a run."""
+    layer: dict[str, Any] = {}
+    if run.mlp:
+        layer["mlp"] = _experts(config) if run.sparse else mlp_table(config)
+    if run.mixer == "attention":
+        layer["attention"] = attention_table(config, config.hidden_size)
+    elif run.mixer == "recurrent":
+        layer["recurrence"] = _recurrence(config)
+    parts = ["attention"] * (run.mixer != "none") + ["mlp"] * run.mlp
+    for part in parts:
+        if config.norm.before:
+            layer[f"{part}_norm"] = norm_table(config)
+        if config.norm.after:
+            layer[f"after_{part}_norm"] = norm_table(config)
     return layer
 
 
@@ -64,7 +69,7 @@ def attention_table(config: DecoderConfig, inputs: int) -> dict[str, Any]:
     """
     heads, kv_heads, bias = config.num_heads, config.num_kv_heads, config.attention_bias
     merged, output_bias = heads * config.head_dim, bias and config.attention.output_bias
-    outputs = merged + 2 * kv_heads * config.head_dim
+    outputs = merged * (1 + config.attention.gated) + 2 * kv_heads * config.head_dim
     table: dict[str, Any] = {
         "qkv": linear(inputs, outputs, axes=("embed", "heads"), bias=bias),
         "output": linear(merged, config.hidden_size, axes=("heads", "embed"), bias=output_bias),
@@ -75,6 +80,50 @@ def attention_table(config: DecoderConfig, inputs: int) -> dict[str, Any]:
             width = merged + kv_heads * config.head_dim, "heads"
         table["qk_norm"] = norm_table(config, *width)
     return table
+
+
+def _recurrence(config: DecoderConfig) -> dict[str, Any]:
+    """Return the parameters of the recurrent part of a layer.
+
+    Kernels have the outputs of all heads of a part side by side but for the delta rule, where each
+    key head has its query, key, values and gates (`joined_kernels`).
+    """
+    recurrence, width = config.recurrence, config.hidden_size
+    assert recurrence is not None
+    channels, heads = recurrence.conv_channels, recurrence.value_heads
+    inner, bias = heads * recurrence.value_width, recurrence.bias
+    taps = Parameter((channels, 1, recurrence.conv_width), (None, None, None))
+    table: dict[str, Any] = {"taps": taps}
+    if recurrence.conv_bias:
+        table["taps_bias"] = Parameter((channels,), (None,), "zeros")
+
+    def replicated(inputs: int, outputs: int) -> dict[str, Parameter]:
+        return linear(inputs, outputs, axes=(None, None), bias=bias)
+
+    if recurrence.kind == "conv":
+        return {
+            **table,
+            "input": replicated(width, 3 * channels),
+            "output": replicated(channels, width),
+        }
+    rates = {
+        "log_rate": Parameter((heads,), (None,), "zeros", always="float32"),
+        "rate_bias": Parameter((heads,), (None,), "ones", always="float32"),
+    }
+    table |= rates | {"output": replicated(inner, width)}
+    if recurrence.kind == "delta":
+        return {
+            **table,
+            "qkvz": replicated(width, channels + inner),
+            "rates": replicated(width, 2 * heads),
+            "norm": {"scale": Parameter((recurrence.value_width,), (None,), "ones")},
+        }
+    return {
+        **table,
+        "input": replicated(width, inner + channels + heads),
+        "skip": Parameter((heads,), (None,), "ones", always="float32"),
+        "norm": {"scale": Parameter((inner,), (None,), "ones")},
+    }
 
 
 def norm_table(

@@ -63,11 +63,11 @@ def unroll(
         residual, attended = head.inputs(
             own, jnp.roll(tokens, -1 - index, axis=1), hidden, batch.positions
         )
-        query, keys, values = head.heads(own, attended, batch.positions)
+        query, keys, values, gate = head.heads(own, attended, batch.positions)
         keys, values = keys.transpose(0, 2, 1, 3), values.transpose(0, 2, 1, 3)
         if index < last:
             mixed = attend(query, keys, values, repeated(visible(batch.segments)))
-            whole, experts = head.finish(own, residual, mixed)
+            whole, experts = head.finish(own, residual, mixed, gate)
             hidden, output = head.next_hidden(own, whole), at_rows(whole, rows)
             experts = None if experts is None else at_rows(experts, rows)
             yield DraftStep(output, head.readout(own, output), experts)
@@ -82,13 +82,13 @@ def unroll(
             residual, attended = head.inputs(
                 own, at_rows(tokens, ahead), head.next_hidden(own, output), positions + further
             )
-        query, key, value = head.heads(own, attended, positions + further)
+        query, key, value, gate = head.heads(own, attended, positions + further)
         mixed = attend(query, keys, values, seen)
         if further:
             earlier.append((_own(key, repeats), _own(value, repeats)))
         for key_own, value_own in earlier:
             mixed = merge(mixed, _attend_own(query, key_own, value_own))
-        output, experts = head.finish(own, residual, mixed)
+        output, experts = head.finish(own, residual, mixed, gate)
         yield DraftStep(output, head.readout(own, output), experts)
 
 

@@ -17,6 +17,7 @@ from specjax.models.config import (
     Experts,
     Mlp,
     Norm,
+    Recurrence,
 )
 from specjax.models.mtp import Concat
 
@@ -26,6 +27,7 @@ _PARTS = {
     "mlp": Mlp,
     "embedding": Embedding,
     "experts": Experts,
+    "recurrence": Recurrence,
 }
 
 

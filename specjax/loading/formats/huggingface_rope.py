@@ -31,6 +31,9 @@ _KNOWN = {
     "mscale",
     "mscale_all_dim",
     "truncate",
+    # The three positions of a text's token are equal, so that it has no effect.
+    "mrope_section",
+    "mrope_interleaved",
 }
 
 

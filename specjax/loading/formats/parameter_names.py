@@ -7,8 +7,9 @@ combine several of a file's tensors (`models.joined_kernels`).
 
 from __future__ import annotations
 
+import collections
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,7 +32,8 @@ def param_shapes(config: DecoderConfig, scan_layers: bool = True) -> dict[str, A
 class TensorEntry(NamedTuple):
     """One row of a table: the name of a tensor in files, and its place in the tree.
 
-    `path` is that of a part (`joined_kernels.parts`), such as the queries' kernel. `name` contains
+    `path` is that of a part (`joined_kernels.parts`), such as the queries' kernel, or of a whole
+    joined parameter that the file has in the same order. `name` contains
     `{layer}` if there is one tensor per layer, and `{expert}` if there is one per expert; with
     `merged` a single tensor has all experts on its first axis. `paired` marks rows whose rotated
     dimensions are stored as pairs of neighbours instead of half-split. `tied`, unless None, limits
@@ -56,9 +58,9 @@ class Location(NamedTuple):
 
     `name` is that of the tensor, and `entry` its row of the table. The values are the `section` of
     the leaf at `path`, and have `shape` there, for one layer and one expert. `layer` is None
-    outside of layers; `first` is the first layer that is stacked with it. `head_dim` is the width
-    of a head, and `rotary_width` the number of its rotated dimensions. `before` and `after` count
-    the other rows of the file's tensor, or the other experts if they are merged.
+    outside of layers; `index` is its index among the layers that are stacked with it. `head_dim` is
+    the width of a head, and `rotary_width` the number of its rotated dimensions. `before` and
+    `after` count the other rows of the file's tensor, or the other experts if they are merged.
     """
 
     name: str
@@ -69,7 +71,7 @@ class Location(NamedTuple):
     head_dim: int
     rotary_width: int
     layer: int | None = None
-    first: int = 0
+    index: int = 0
     expert: int | None = None
     before: int = 0
     after: int = 0
@@ -83,7 +85,7 @@ class Location(NamedTuple):
         if self.layer is None:
             return self.path, expert
         if scan_layers:
-            return self.path, (self.layer - self.first, *expert)
+            return self.path, (self.index, *expert)
         return ("layers", str(self.layer), *self.path[1:]), expert
 
     @property
@@ -119,6 +121,9 @@ def locations(table: Iterable[TensorEntry], config: DecoderConfig) -> Iterator[L
     """
     known = parts(parameter_table(config), config)
     unnamed = set(known)
+    joined = collections.defaultdict(list)
+    for path, part in known.items():
+        joined[part.path].append(path)
     in_order = []
     for entry in table:
         if entry.tied not in (None, config.tie_word_embeddings):
@@ -130,20 +135,31 @@ def locations(table: Iterable[TensorEntry], config: DecoderConfig) -> Iterator[L
             continue
         for run in config.runs:
             path = (run.name, *entry.path[1:])
-            if (part := known.get(path)) is None:
+            if (part := known.get(path)) is not None:
+                unnamed.discard(path)
+            elif path in joined:
+                part = _whole([known[one] for one in joined[path]])
+                unnamed.difference_update(joined[path])
+            else:
                 continue
-            unnamed.discard(path)
             layer_part = part._replace(shape=part.shape[1:])
-            for layer in range(run.first, run.first + run.count):
+            for index, layer in enumerate(run.layers):
                 of_layer = entry._replace(name=entry.name.replace("{layer}", str(layer)))
                 for location in of_entry(of_layer, layer_part, config):
-                    in_order.append(location._replace(layer=layer, first=run.first))
+                    in_order.append(location._replace(layer=layer, index=index))
     if unnamed:
         raise InputError(
             f"family={config.family!r}: it has no name for {'.'.join(min(unnamed))} "
             f"({len(unnamed)} such parameters in all); use the family that has such layers"
         )
     yield from in_order
+
+
+def _whole(sections: Sequence[Part]) -> Part:
+    """Return a joined parameter as one part, given its parts."""
+    first = sections[0]
+    outputs = sum(part.shape[-1] for part in sections)
+    return Part(first.path, (*first.shape[:-1], outputs), Section())
 
 
 def of_entry(entry: TensorEntry, part: Part, config: DecoderConfig) -> Iterator[Location]:
@@ -167,6 +183,10 @@ def _among_fused(location: Location, config: DecoderConfig) -> Location:
     if not fused:
         return location
     heads = {"query": config.num_heads, "key": config.num_kv_heads, "value": config.num_kv_heads}
+    if (recurrence := config.recurrence) is not None and "recurrence" in location.path:
+        keys = recurrence.key_heads * recurrence.key_width
+        heads = {"query": keys, "key": keys}
+        heads["value"] = recurrence.value_heads * recurrence.value_width
     sizes = [heads.get(name, 1) for name in fused]
     index = fused.index(location.entry.path[-2])
     unit = location.rows[0] // sizes[index]

@@ -69,7 +69,7 @@ def stored_tensors(
     Raises InputError for parameters whose shape does not match the config.
     """
     parts: dict[str, list[tuple[Location, np.ndarray]]] = {}
-    scan_layers = "0" not in params["layers"]
+    scan_layers = "0" not in params.get("layers", {})
     for location in locations(table, config):
         keys, index = location.within(scan_layers)
         leaf = np.asarray(lookup(params, keys))[index]

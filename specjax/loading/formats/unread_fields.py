@@ -72,6 +72,7 @@ _ACTIVATIONS = {
     "silu": ("silu", "swish"),
     "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new"),
     "gelu": ("gelu",),
+    "relu2": ("relu2",),
 }
 
 

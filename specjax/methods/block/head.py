@@ -286,8 +286,8 @@ class BlockHead:
         layers = []
         for index in range(self.config.decoder.num_layers):
             attention_of_layer = self._layer(params, index)["attention"]
-            _, key, value = self.arithmetic.heads(fused, attention_of_layer, rotation, self._copies)
-            layers.append((key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)))
+            heads = self.arithmetic.heads(fused, attention_of_layer, rotation, self._copies)
+            layers.append([entries.transpose(0, 2, 1, 3) for entries in (heads.key, heads.value)])
         return Window(*(jnp.stack(entries) for entries in zip(*layers, strict=True)))
 
     def states(
@@ -309,8 +309,8 @@ class BlockHead:
             normed = self.arithmetic.norm(x, layer["attention_norm"])
             normed, finish = self._convolved(layer.get("attention_conv"), normed, slots)
             heads = self.arithmetic.heads(normed, layer["attention"], rotation, self._copies)
-            mixed = attend(index, *heads)
-            out = self.arithmetic.add_attention(jnp.zeros_like(x), mixed, layer)
+            mixed = attend(index, heads.query, heads.key, heads.value)
+            out = self.arithmetic.add_attention(jnp.zeros_like(x), mixed, layer, heads.gate)
             x = self.arithmetic.whole(x + finish(out))
             normed = self.arithmetic.norm(x, layer["mlp_norm"])
             normed, finish = self._convolved(layer.get("mlp_conv"), normed, slots)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -29,7 +29,20 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": nn.silu,
     "gelu_tanh": functools.partial(nn.gelu, approximate=True),
     "gelu": functools.partial(nn.gelu, approximate=False),
+    "relu2": lambda x: jnp.square(nn.relu(x)),
 }
+
+
+class Heads(NamedTuple):
+    """The queries of a layer, grouped by the key head that they share, and its keys and values.
+
+    `gate` is what its result is gated by, in models that do so.
+    """
+
+    query: Float[Array, "B G X C"]
+    key: Float[Array, "B T G C"]
+    value: Float[Array, "B T G C"]
+    gate: Float[Array, "B T HC"] | None = None
 
 
 @dataclass(frozen=True)
@@ -91,7 +104,7 @@ class DecoderLayer:
         attention: dict[str, Any],
         rotation: Rotation | None,
         copies: int,
-    ) -> tuple[Float[Array, "B G X C"], Float[Array, "B T G C"], Float[Array, "B T G C"]]:
+    ) -> Heads:
         """Return the queries, the keys and the values of `h`; one product computes them all.
 
         Queries are grouped by the key head that they share. `attention` has the parameters of the
@@ -105,7 +118,11 @@ class DecoderLayer:
             # A device's part does not consist of whole heads.
             y = self.whole(y)
         blocks = _as_multiplied(y).reshape(batch, tokens, kv_heads, -1, width)
-        query = blocks[:, :, :, :-2].reshape(batch, tokens, heads, width)
+        query, gate = blocks[:, :, :, :-2], None
+        if config.attention.gated:
+            query, gate = query[:, :, :, ::2], query[:, :, :, 1::2]
+            gate = gate.reshape(batch, tokens, -1)
+        query = query.reshape(batch, tokens, heads, width)
         key, value = blocks[:, :, :, -2], blocks[:, :, :, -1]
         if config.attention.qk_norm:
             query, key = self._normed_heads(query, key, attention["qk_norm"]["scale"])
@@ -113,7 +130,8 @@ class DecoderLayer:
             query, key = rotate(query, *rotation), rotate(key, *rotation)
         key, value = (self._split(_copied(heads, copies), "kv_heads") for heads in (key, value))
         scale = config.attention.query_scale
-        return group_queries(self._split(query, "heads"), key.shape[2], scale), key, value
+        query = group_queries(self._split(query, "heads"), key.shape[2], scale)
+        return Heads(query, key, value, gate)
 
     def _normed_heads(
         self,
@@ -135,16 +153,23 @@ class DecoderLayer:
         return normed(query, scales[:, :-1]), normed(key, scales[:, -1])
 
     def add_attention(
-        self, x: Float[Array, "B T D"], mixed: Partial, weights: dict[str, Any]
+        self,
+        x: Float[Array, "B T D"],
+        mixed: Partial,
+        weights: dict[str, Any],
+        gate: Float[Array, "B T HC"] | None = None,
     ) -> Float[Array, "B T D"]:
         """Return the residual stream `x` plus the output projection of attention's result `mixed`.
 
-        The summand is normed and scaled first if the config says so.
+        The result is first multiplied by the sigmoids of `gate`, if there is one. The summand is
+        normed and scaled first if the config says so.
         """
         out = ungroup(mixed.weighted / mixed.denominator, x.shape[1]).astype(x.dtype)
         out = out.reshape(*x.shape[:2], -1)
+        if gate is not None:
+            out = out * nn.sigmoid(gate)
         out = self.project("btn,nd->btd", out, weights["attention"]["output"])
-        return self._add(x, out, weights, "after_attention_norm")
+        return self.add_to_residual(x, out, weights, "after_attention_norm")
 
     def add_mlp(
         self, x: Float[Array, "B T D"], weights: dict[str, Any]
@@ -159,9 +184,9 @@ class DecoderLayer:
             out, chosen = self.experts(h, mlp)
         else:
             out = self.mlp(h, mlp)
-        return self._add(x, out, weights, "after_mlp_norm"), chosen
+        return self.add_to_residual(x, out, weights, "after_mlp_norm"), chosen
 
-    def _add(
+    def add_to_residual(
         self,
         x: Float[Array, "B T D"],
         out: Float[Array, "B T D"],
@@ -254,7 +279,7 @@ def one_layer(layers: dict[str, Any], index: Int[Array, ""] | int) -> dict[str, 
 
     Experts stay stacked, in a value that includes the index (`StackedExperts`).
     """
-    if "experts" not in layers["mlp"]:
+    if "experts" not in layers.get("mlp", {}):
         return _at_layer(layers, index)
     kernels = layers["mlp"]["experts"]
     dense_parts = {name: leaves for name, leaves in layers["mlp"].items() if name != "experts"}
@@ -275,22 +300,22 @@ def layer_chooser(
 ) -> Callable[[Int[Array, ""]], dict[str, Any]]:
     """Return a function that selects one of several separate layers by a traced index.
 
-    Kernels are not copied (`ChosenKernel`); vectors, which are small, are stacked.
+    Kernels are not copied (`ChosenKernel`); all else, which is small, is stacked.
     """
 
-    def of_leaf(*leaves: jax.Array) -> Callable[[Int[Array, ""]], Any]:
-        if leaves[0].ndim > 1:
+    def of_leaf(path: Any, *leaves: jax.Array) -> Callable[[Int[Array, ""]], Any]:
+        if path[-1].key == "kernel":
             return functools.partial(ChosenKernel, leaves)
         return functools.partial(at_layer, jnp.stack(leaves))
 
-    choosers = jax.tree.map(of_leaf, *layers)
+    choosers = jax.tree_util.tree_map_with_path(of_leaf, *layers)
 
     return lambda index: jax.tree.map(lambda choose: choose(index), choosers)
 
 
 def with_experts(layer: dict[str, Any]) -> dict[str, Any]:
     """Return a layer with its experts, if it has any, in the form of a stack of one layer."""
-    if "experts" not in layer["mlp"]:
+    if "experts" not in layer.get("mlp", {}):
         return layer
     kernels = jax.tree.map(
         lambda leaf: leaf.as_stack() if isinstance(leaf, QuantizedKernel) else leaf[None],

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax.core.cache import KVCache, Window
+from specjax.models.config import LayerRun
 from specjax.models.layers.attention import Partial, attend, attend_in_blocks, ungroup
 from specjax.models.layers.decoder_layer import DecoderLayer, at_layer
 from specjax.models.layers.local_and_global_layers import LayerView
+from specjax.models.layers.recurrence import (
+    Ancestors,
+    RecurrentLayer,
+    RecurrentPass,
+    empty_state,
+    empty_window,
+)
 
 
 @struct.dataclass
@@ -37,15 +47,17 @@ class LayerCarry:
 class LayerPass:
     """The step of one layer, as a function of the layer's index, its weights and the carry.
 
-    `views(index)` are the rotation and the masks of a layer. `attend_all` is the attention over
-    window and cache, if there is a cache; without a window (training) tokens attend only to each
-    other. New keys are written to the window's slots from `start` on. `tapped_layers` maps feature
-    names to the layers whose inputs are kept. Where `kept` is False, a row leaves a layer out and
+    `views(index)` are the rotation and the masks of a layer with attention, and `ancestors` are
+    what tokens see in recurrent layers. `attend_all` is the attention over window and cache, if
+    there is a cache; without a window (training) tokens attend only to each other. New keys are
+    written to the window's slots from `start` on. `tapped_layers` maps feature names to the layers
+    whose inputs are kept. Where `kept` is False, a row leaves a layer out and
     passes its input on.
     """
 
     layer: DecoderLayer
     views: Callable[[Int[Array, ""] | int], LayerView]
+    ancestors: Ancestors | None
     cache: KVCache | None
     attend_all: Callable[..., Partial] | None
     start: Int[Array, ""] | int
@@ -53,30 +65,71 @@ class LayerPass:
     kept: Bool[Array, "L B"] | None = None
 
     def __call__(
-        self, index: Int[Array, ""] | int, weights: dict[str, Any], carry: LayerCarry
+        self,
+        run: LayerRun,
+        index: Int[Array, ""] | int,
+        weights: dict[str, Any],
+        carry: LayerCarry,
     ) -> LayerCarry:
-        """Run layer `index` and return the carry after it."""
-        layer, config, x = self.layer, self.layer.config, carry.x
-        layer_inputs = {
-            name: jnp.where(index == self.tapped_layers[name], x, before)
-            for name, before in carry.layer_inputs.items()
-        }
-        view = self.views(index)
-        h = layer.normed_input(x, weights, "attention_norm")
-        copies = 1 if carry.window is None else carry.window.k.shape[2] // config.num_kv_heads
-        query, key, value = layer.heads(h, weights["attention"], view.rotation, copies)
-        mixed, window = self._attend(index, view, carry.window, query, key, value)
-        queries = carry.queries
-        if queries is not None:
-            queries = queries.at[:, :, index].set(ungroup(query, x.shape[1]))
-        x = layer.add_attention(x, mixed, weights)
-        x, chosen = layer.add_mlp(x, weights)
+        """Run layer `index`, which is one of `run`, and return the carry after it."""
+        config, x = self.layer.config, carry.x
+        carry = carry.replace(
+            layer_inputs={
+                name: jnp.where(index == self.tapped_layers[name], x, before)
+                for name, before in carry.layer_inputs.items()
+            }
+        )
+        if run.mixer != "none":
+            mix = self._attention if run.mixer == "attention" else self._recurrence
+            carry = mix(index, weights, carry)
+        after, chosen = carry.x, None
+        if run.mlp:
+            after, chosen = self.layer.add_mlp(after, weights)
         if self.kept is not None:
-            x = jnp.where(self.kept[index][:, None, None], x, carry.x)
+            after = jnp.where(self.kept[index][:, None, None], after, x)
         experts = carry.experts
         if experts is not None and chosen is not None:
             experts = experts.at[index - (config.num_layers - config.num_sparse)].set(chosen)
-        return LayerCarry(x, window, layer_inputs, experts, queries)
+        return carry.replace(x=after, experts=experts)
+
+    def _attention(
+        self, index: Int[Array, ""] | int, weights: dict[str, Any], carry: LayerCarry
+    ) -> LayerCarry:
+        """Return the carry after the attention of layer `index`."""
+        layer, x = self.layer, carry.x
+        view, number = self.views(index), among(layer.config.layers_with("attention"), index)
+        h = layer.normed_input(x, weights, "attention_norm")
+        copies = 1 if carry.window is None else carry.window.k.shape[2] // layer.config.num_kv_heads
+        query, key, value, gate = layer.heads(h, weights["attention"], view.rotation, copies)
+        mixed, window = self._attend(number, view, carry.window, query, key, value)
+        queries = carry.queries
+        if queries is not None:
+            queries = queries.at[:, :, number].set(ungroup(query, x.shape[1]))
+        x = layer.add_attention(x, mixed, weights, gate)
+        return carry.replace(x=x, window=window, queries=queries)
+
+    def _recurrence(
+        self, index: Int[Array, ""] | int, weights: dict[str, Any], carry: LayerCarry
+    ) -> LayerCarry:
+        """Return the carry after the recurrent part of layer `index`."""
+        layer, window = self.layer, carry.window
+        recurrent = RecurrentLayer(layer)
+        batch, tokens = carry.x.shape[:2]
+        number = among(layer.config.layers_with("recurrent"), index)
+        sizes = recurrent.recurrence, 1, batch
+        state, own = empty_state(*sizes, layer.dtype), empty_window(*sizes, tokens, layer.dtype)
+        if self.cache is not None:
+            state = stack_of_one(self.cache.recurrent, number)
+        if window is not None:
+            own = stack_of_one(window.recurrent, number)
+        h = layer.normed_input(carry.x, weights, "attention_norm")
+        pass_of_layer = RecurrentPass(state, own, self.start, self.ancestors)
+        out, own = recurrent(h, weights["recurrence"], pass_of_layer)
+        if window is not None:
+            put = functools.partial(lax.dynamic_update_slice_in_dim, start_index=number, axis=0)
+            window = window.replace(recurrent=jax.tree.map(put, window.recurrent, own))
+        x = layer.add_to_residual(carry.x, out, weights, "after_attention_norm")
+        return carry.replace(x=x, window=window)
 
     def _attend(
         self,
@@ -110,6 +163,23 @@ class LayerPass:
             return self.attend_all(query, self.cache, window, index, *limits), window
         keys, values = at_layer(window.k, index), at_layer(window.v, index)
         return attend(query, keys, values, view.seen, softcap), window
+
+
+def among(layers: tuple[int, ...], index: Int[Array, ""] | int) -> Int[Array, ""] | int:
+    """Return the position of layer `index` in `layers`, ascending indices."""
+    if layers[-1] == len(layers) - 1:
+        return index
+    if isinstance(index, int):
+        return layers.index(index)
+    return jnp.searchsorted(jnp.asarray(layers, jnp.int32), index).astype(jnp.int32)
+
+
+def stack_of_one(stacked: Any, index: Int[Array, ""] | int) -> Any:
+    """Return the entry at `index` of arrays that are stacked on their first axis, as a stack."""
+    return jax.tree.map(
+        lambda array: lax.dynamic_slice_in_dim(array, index, 1, allow_negative_indices=False),
+        stacked,
+    )
 
 
 def write_window(

@@ -7,10 +7,13 @@ from specjax.loading.formats.families.gemma import GEMMA2, GEMMA3
 from specjax.loading.formats.families.glm import GLM4, GLM4_MOE
 from specjax.loading.formats.families.gpt2 import GPT2
 from specjax.loading.formats.families.granite import GRANITE
+from specjax.loading.formats.families.lfm2 import LFM2
 from specjax.loading.formats.families.llama import LLAMA, MISTRAL, MIXTRAL
+from specjax.loading.formats.families.mamba_hybrids import BAMBA, GRANITE_HYBRID, NEMOTRON_H
 from specjax.loading.formats.families.olmo import OLMO2, OLMO3
 from specjax.loading.formats.families.phi import PHI3
 from specjax.loading.formats.families.qwen import MIMO, QWEN2, QWEN3, QWEN3_MOE
+from specjax.loading.formats.families.qwen3_next import QWEN3_5
 from specjax.loading.formats.families.smollm3 import SMOLLM3
 from specjax.loading.formats.families.text_parts import GEMMA3_PART, MISTRAL3_PART, TextPart
 from specjax.loading.formats.family import Family
@@ -37,6 +40,11 @@ FAMILIES: dict[str, Family] = {
         OLMO3,
         PHI3,
         GRANITE,
+        QWEN3_5,
+        LFM2,
+        GRANITE_HYBRID,
+        BAMBA,
+        NEMOTRON_H,
     )
 }
 TEXT_PARTS: dict[str, TextPart] = {part.model_type: part for part in (GEMMA3_PART, MISTRAL3_PART)}

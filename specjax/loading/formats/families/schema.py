@@ -77,7 +77,8 @@ def _row(
         return {path: kind(fields, gguf, evaluated(gguf_default, known))}
 
     def write(config: Any) -> dict[str, Any]:
-        if path.startswith("experts.") and config.experts is None:
+        section = path.partition(".")[0]
+        if section in ("experts", "recurrence") and getattr(config, section) is None:
             return {}
         return {names[0]: attrgetter(path)(config)}
 
@@ -285,7 +286,7 @@ def layer_types(config: DecoderConfig) -> list[str]:
     return [SLIDING if windowed else FULL for windowed in config.windowed]
 
 
-def shortest_period(flags: Sequence[bool]) -> tuple[bool, ...]:
+def shortest_period(flags: Sequence[Any]) -> tuple[Any, ...]:
     """Return the shortest prefix of `flags` that generates it by repetition.
 
     This takes linear time (Knuth, Morris and Pratt 1977), since a damaged file may claim many

@@ -1,0 +1,96 @@
+"""LFM2 (Liquid AI 2025): gated short convolutions, and a few layers of attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specjax.loading.formats.families import recurrent, schema
+from specjax.loading.formats.families.schema import Part, Values
+from specjax.loading.formats.families.tensor_names import table
+from specjax.loading.formats.family import Family
+from specjax.loading.typed_fields import Fields
+from specjax.models.config import DecoderConfig
+
+
+def _read_width(fields: Fields, known: Values) -> Values:
+    """Return the width of the MLP, which is computed from the stated one unless that is exact."""
+    name = "block_ff_dim" if fields.get("block_ff_dim") is not None else "intermediate_size"
+    width = fields.count(name, 12288)
+    multiple, factor = fields.count("block_multiple_of", 256), "block_ffn_dim_multiplier"
+    times = fields.optional_number(factor, 1.0)
+    if fields.flag("block_auto_adjust_ff_dim", True):
+        width = 2 * width // 3
+        if times is not None:
+            width = -(-int(times * width) // multiple) * multiple
+    return {"intermediate_size": width}
+
+
+def _write_width(config: DecoderConfig) -> dict[str, Any]:
+    return {"intermediate_size": config.intermediate_size, "block_auto_adjust_ff_dim": False}
+
+
+def _read_tied(fields: Fields, known: Values) -> Values:
+    tied = fields.flag("tie_word_embeddings", True)
+    return {"tie_word_embeddings": fields.flag("tie_embedding", tied)}
+
+
+def _write_tied(config: DecoderConfig) -> dict[str, Any]:
+    return {"tie_word_embeddings": config.tie_word_embeddings}
+
+
+def _default_layers(fields: Fields, num_layers: int) -> list[bool]:
+    attention = fields.integers("full_attn_idxs")
+    if attention is None:
+        return [False] * num_layers
+    return [layer not in attention for layer in schema.layers(num_layers)]
+
+
+def _check_channels(fields: Fields, known: Values) -> Values:
+    for name in ("conv_dim", "conv_dim_out"):
+        fields.only(name, known["hidden_size"])
+    fields.get("conv_use_xavier_init")
+    return {}
+
+
+LFM2 = Family(
+    model_type="lfm2",
+    architecture="Lfm2ForCausalLM",
+    parts=(
+        schema.integer("hidden_size", "hidden_size"),
+        Part(_read_width, _write_width),
+        schema.integer("num_layers", "num_hidden_layers"),
+        schema.integer("num_heads", "num_attention_heads"),
+        schema.integer("num_kv_heads", "num_key_value_heads", default=schema.heads),
+        schema.computed("head_dim", schema.width_of_head),
+        schema.integer("max_positions", "max_position_embeddings", default=128000),
+        schema.number("rms_norm_eps", ("norm_eps", "block_norm_eps"), default=1e-5),
+        Part(_read_tied, _write_tied),
+        schema.rope(theta=1e6),
+        schema.fixed({"attention.qk_norm": True, "recurrence.kind": "conv"}),
+        recurrent.layer_types("conv", _default_layers),
+        schema.integer("recurrence.conv_width", "conv_L_cache", default=3),
+        schema.computed("recurrence.value_width", lambda known: known["hidden_size"]),
+        schema.flag("recurrence.conv_bias", "conv_bias"),
+        schema.computed("recurrence.bias", lambda known: known["recurrence.conv_bias"]),
+        Part(_check_channels),
+        schema.constant("use_pos_enc", True),
+    ),
+    tensors=table(
+        "huggingface",
+        {
+            "final_norm": "model.embedding_norm",
+            "attention_norm": "operator_norm",
+            "mlp_norm": "ffn_norm",
+            "mlp.gate": "feed_forward.w1",
+            "mlp.up": "feed_forward.w3",
+            "mlp.down": "feed_forward.w2",
+            "attention.query_norm": "self_attn.q_layernorm",
+            "attention.key_norm": "self_attn.k_layernorm",
+            "attention.output": "self_attn.out_proj",
+            "recurrence.input": "conv.in_proj",
+            "recurrence.taps": "conv.conv.weight",
+            "recurrence.taps_bias": "conv.conv.bias",
+            "recurrence.output": "conv.out_proj",
+        },
+    ),
+)

@@ -1,0 +1,208 @@
+"""Hybrids of Mamba-2 and attention: Granite 4 and Bamba (IBM 2025), Nemotron-H (2504.03624).
+
+Granite has the multipliers of Granite 3, and attention without rotation; Bamba rotates half of each
+head. A layer of Nemotron-H is Mamba-2, attention or an MLP alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specjax.loading.formats.families import recurrent, schema
+from specjax.loading.formats.families.schema import FULL, Part, Values
+from specjax.loading.formats.families.tensor_names import table
+from specjax.loading.formats.family import Family
+from specjax.loading.typed_fields import Fields
+from specjax.models.config import DecoderConfig
+
+_LEGACY = {"attention": "attention", "mamba": "recurrent"}
+
+
+def _all_recurrent(fields: Fields, num_layers: int) -> list[bool]:
+    return [True] * len(schema.layers(num_layers))
+
+
+def _read_positions(fields: Fields, known: Values) -> Values:
+    """Return the rotated width, which is 0 unless the file asks for rotation."""
+    fields.only("position_embedding_type", "rope", "nope")
+    if fields.get("position_embedding_type") != "rope":
+        return {"attention.rotary_width": 0}
+    return {}
+
+
+def _write_positions(config: DecoderConfig) -> dict[str, Any]:
+    return {"position_embedding_type": "rope" if config.rotary_width else "nope"}
+
+
+GRANITE_HYBRID = Family(
+    model_type="granitemoehybrid",
+    architecture="GraniteMoeHybridForCausalLM",
+    parts=(
+        schema.integer("intermediate_size", "shared_intermediate_size", default=1024),
+        *schema.sizes()[:1],
+        *schema.sizes()[2:],
+        schema.rope(),
+        Part(_read_positions, _write_positions),
+        schema.ATTENTION_BIAS,
+        schema.number("embedding.scale", "embedding_multiplier", default=1.0),
+        schema.number("attention.query_scale", "attention_multiplier", default=1.0),
+        schema.number("residual_scale", "residual_multiplier", default=1.0),
+        schema.number("logit_divisor", "logits_scaling", default=1.0),
+        recurrent.layer_types(recurrent.LINEAR, _all_recurrent, _LEGACY),
+        *recurrent.mamba2(),
+        schema.constant("num_local_experts", 0),
+        schema.SILU,
+    ),
+    tensors=table(
+        "huggingface",
+        {
+            **recurrent.MAMBA_NAMES,
+            "mlp.gate": "shared_mlp.input_linear",
+            "mlp.up": "shared_mlp.input_linear",
+            "mlp.down": "shared_mlp.output_linear",
+        },
+        fused=(("mlp.gate", "mlp.up"),),
+    ),
+)
+
+
+def _read_attention_layers(fields: Fields, known: Values) -> Values:
+    layers = fields.integers("attn_layer_indices") or []
+    mixers = [
+        "attention" if layer in layers else "recurrent"
+        for layer in schema.layers(known["num_layers"])
+    ]
+    return {"mixers": schema.shortest_period(mixers)}
+
+
+def _write_attention_layers(config: DecoderConfig) -> dict[str, Any]:
+    return {"attn_layer_indices": [*config.layers_with("attention")]}
+
+
+BAMBA = Family(
+    model_type="bamba",
+    architecture="BambaForCausalLM",
+    parts=(
+        *schema.sizes(max_positions=262144, epsilon=1e-5),
+        schema.rope(partial=0.5),
+        schema.ATTENTION_BIAS,
+        schema.MLP_BIAS,
+        Part(_read_attention_layers, _write_attention_layers),
+        *recurrent.mamba2(),
+        schema.SILU,
+    ),
+    tensors=table(
+        "huggingface",
+        {
+            **recurrent.MAMBA_NAMES,
+            "final_norm": "model.final_layernorm",
+            "mlp_norm": "pre_ff_layernorm",
+            "mlp.gate": "feed_forward.gate_proj",
+            "mlp.up": "feed_forward.up_proj",
+            "mlp.down": "feed_forward.down_proj",
+        },
+    ),
+)
+
+_BLOCKS = {recurrent.LINEAR: "recurrent", FULL: "attention", "mlp": "none"}
+_LETTERS = {"M": recurrent.LINEAR, "*": FULL, "-": "mlp", "E": "moe"}
+_OLDER_BLOCKS = {"mamba": recurrent.LINEAR, "attention": FULL}
+
+
+def _read_blocks(fields: Fields, known: Values) -> Values:
+    """Return the mixers of the layers, and which of them are MLPs instead."""
+    name, pattern = "layers_block_type", fields.get("hybrid_override_pattern")
+    blocks = fields.get(name)
+    if blocks is None and isinstance(pattern, str):
+        name, blocks = "hybrid_override_pattern", [_LETTERS.get(one, one) for one in pattern]
+    if not isinstance(blocks, list):
+        raise fields.fail(name, "must name the kind of each layer")
+    blocks = [_OLDER_BLOCKS.get(one, one) for one in blocks]
+    if unknown := sorted({str(one) for one in blocks} - _BLOCKS.keys()):
+        raise fields.fail(
+            name, f"{unknown[0]} is not supported; the decoder supports {' and '.join(_BLOCKS)}"
+        )
+    fields.only("num_hidden_layers", len(blocks))
+    return {
+        "num_layers": len(blocks),
+        "mixers": schema.shortest_period([_BLOCKS[one] for one in blocks]),
+        "mlps": schema.shortest_period([one == "mlp" for one in blocks]),
+    }
+
+
+def _write_blocks(config: DecoderConfig) -> dict[str, Any]:
+    names = {mixer: name for name, mixer in _BLOCKS.items()}
+    kinds = {layer: names[run.mixer] for run in config.runs for layer in run.layers}
+    return {
+        "layers_block_type": [kinds[layer] for layer in range(config.num_layers)],
+        "num_hidden_layers": config.num_layers,
+    }
+
+
+_NOT_READ = (
+    *("expand", "chunk_size", "time_step_min", "time_step_max", "time_step_floor"),
+    *("num_logits_to_keep", "use_mamba_kernels", "mamba_ssm_cache_dtype", "residual_in_fp32"),
+    *("rescale_prenorm_residual", "n_routed_experts", "n_shared_experts", "moe_intermediate_size"),
+    *("moe_shared_expert_intermediate_size", "moe_shared_expert_overlap", "num_experts_per_tok"),
+    *("routed_scaling_factor", "n_group", "topk_group", "norm_topk_prob", "moe_latent_size"),
+    *("mtp_layers_block_type", "rope_theta", "rope_parameters", "partial_rotary_factor"),
+    *("attention_head_dim", "mamba_num_groups"),
+)
+"""Fields that say how the model is trained and divided, or belong to layers that it has not."""
+
+
+def _skip(fields: Fields, known: Values) -> Values:
+    fields.asked.update(_NOT_READ)
+    fields.only("use_bias", False)
+    return {}
+
+
+NEMOTRON_H = Family(
+    model_type="nemotron_h",
+    architecture="NemotronHForCausalLM",
+    parts=(
+        Part(_read_blocks, _write_blocks),
+        schema.integer("hidden_size", "hidden_size"),
+        schema.integer("intermediate_size", "intermediate_size"),
+        schema.integer("num_heads", "num_attention_heads"),
+        schema.integer("num_kv_heads", "num_key_value_heads", default=8),
+        schema.integer("head_dim", ("head_dim", "attention_head_dim"), default=128),
+        schema.integer("max_positions", "max_position_embeddings", default=4096),
+        schema.number("rms_norm_eps", "layer_norm_epsilon", default=1e-5),
+        schema.tied_head(False),
+        schema.fixed({"attention.rotary_width": 0, "recurrence.kind": "mamba2"}),
+        schema.fixed({"mlp.activation": "relu2", "mlp.gated": False}),
+        schema.ATTENTION_BIAS,
+        schema.MLP_BIAS,
+        schema.constant("mlp_hidden_act", "relu2"),
+        schema.constant("mamba_hidden_act", "silu"),
+        schema.integer("recurrence.conv_width", "conv_kernel", default=4),
+        schema.integer("recurrence.key_heads", "n_groups", default=8),
+        schema.integer("recurrence.value_heads", "mamba_num_heads", default=128),
+        schema.integer("recurrence.value_width", "mamba_head_dim", default=64),
+        schema.integer("recurrence.key_width", "ssm_state_size", default=128),
+        schema.flag("recurrence.conv_bias", "use_conv_bias", default=True),
+        schema.flag("recurrence.bias", "mamba_proj_bias", default=False),
+        recurrent.step_limits("time_step_limit"),
+        Part(_skip),
+    ),
+    tensors=table(
+        "huggingface",
+        {
+            **{
+                path: name.replace("mamba.", "mixer.")
+                for path, name in recurrent.MAMBA_NAMES.items()
+            },
+            "final_norm": "model.norm_f",
+            "embed": "model.embeddings",
+            "attention_norm": "norm",
+            "mlp_norm": "norm",
+            "attention.query": "mixer.q_proj",
+            "attention.key": "mixer.k_proj",
+            "attention.value": "mixer.v_proj",
+            "attention.output": "mixer.o_proj",
+            "mlp.up": "mixer.up_proj",
+            "mlp.down": "mixer.down_proj",
+        },
+    ),
+)

@@ -1,0 +1,147 @@
+"""Fields that families with recurrent layers share: which layers these are, and Mamba-2's sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from specjax.loading.formats.families import schema
+from specjax.loading.formats.families.schema import FULL, Part, Values
+from specjax.loading.typed_fields import Fields
+from specjax.models.config import DecoderConfig
+
+LINEAR = "linear_attention"
+"""The name that transformers 5 uses for recurrent layers with a matrix."""
+
+MAMBA_NAMES = {
+    "recurrence.taps": "mamba.conv1d.weight",
+    "recurrence.taps_bias": "mamba.conv1d.bias",
+    "recurrence.log_rate": "mamba.A_log",
+    "recurrence.rate_bias": "mamba.dt_bias",
+    "recurrence.skip": "mamba.D",
+    "recurrence.norm": "mamba.norm",
+    "recurrence.input": "mamba.in_proj",
+    "recurrence.output": "mamba.out_proj",
+}
+"""The names of Mamba-2's modules."""
+
+
+def layer_types(
+    recurrent: str,
+    default: Callable[[Fields, int], list[bool]],
+    others: Mapping[str, str] | None = None,
+) -> Part:
+    """Return a part for the mixer of each layer, which `layer_types` of config.json names.
+
+    `recurrent` is the name of recurrent layers, and `others` are further names by the mixer that
+    they stand for. Without the field, `default` says of each layer whether it is recurrent.
+    """
+    mixers = {FULL: "attention", recurrent: "recurrent", **(others or {})}
+
+    def read(fields: Fields, known: Values) -> Values:
+        count, types = known["num_layers"], fields.get("layer_types")
+        if types is None:
+            flags = default(fields, count)
+            return {"mixers": _pattern("recurrent" if flag else "attention" for flag in flags)}
+        if not isinstance(types, list) or not set(map(str, types)) <= mixers.keys():
+            supported = " and ".join(mixers)
+            raise fields.fail("layer_types", f"is not supported; the decoder supports {supported}")
+        if len(types) != count:
+            raise fields.fail("layer_types", f"must have an entry for each of {count} layers")
+        return {"mixers": _pattern(mixers[kind] for kind in types)}
+
+    def write(config: DecoderConfig) -> dict[str, Any]:
+        attention = config.layers_with("attention")
+        layers = range(config.num_layers)
+        return {"layer_types": [FULL if layer in attention else recurrent for layer in layers]}
+
+    return Part(read, write)
+
+
+def _pattern(mixers: Any) -> tuple[str, ...]:
+    return schema.shortest_period(tuple(mixers))
+
+
+def every(period: int) -> Callable[[Fields, int], list[bool]]:
+    """Return the default of `layer_types`: all layers but each `period`-th are recurrent.
+
+    The field `full_attention_interval` may state another period.
+    """
+
+    def flags(fields: Fields, num_layers: int) -> list[bool]:
+        stated = fields.count("full_attention_interval", period)
+        return [(layer + 1) % stated != 0 for layer in schema.layers(num_layers)]
+
+    return flags
+
+
+def delta_rule() -> tuple[Part, ...]:
+    """Return the parts for the sizes of the gated delta rule, by the names of Qwen3-Next."""
+    return (
+        schema.fixed({"recurrence.kind": "delta"}),
+        schema.integer("recurrence.conv_width", "linear_conv_kernel_dim", default=4),
+        schema.integer("recurrence.key_heads", "linear_num_key_heads", default=16),
+        schema.integer("recurrence.value_heads", "linear_num_value_heads", default=32),
+        schema.integer("recurrence.key_width", "linear_key_head_dim", default=128),
+        schema.integer("recurrence.value_width", "linear_value_head_dim", default=128),
+    )
+
+
+def mamba2() -> tuple[Part, ...]:
+    """Return the parts for the sizes of Mamba-2, by the names of Bamba and Granite 4."""
+    return (
+        schema.fixed({"recurrence.kind": "mamba2"}),
+        schema.integer("recurrence.conv_width", "mamba_d_conv", default=4),
+        schema.integer("recurrence.key_heads", "mamba_n_groups", default=1),
+        schema.integer("recurrence.value_heads", "mamba_n_heads", default=128),
+        schema.integer("recurrence.key_width", "mamba_d_state", default=256),
+        schema.flag("recurrence.conv_bias", "mamba_conv_bias", default=True),
+        schema.flag("recurrence.bias", "mamba_proj_bias", default=False),
+        Part(_read_width, _write_width),
+        step_limits("time_step_limit"),
+        Part(_ignore("mamba_chunk_size")),
+    )
+
+
+def _read_width(fields: Fields, known: Values) -> Values:
+    """Return the width of a head, which is stated, or results from that of the inner layer."""
+    inner, heads = fields.integer("mamba_expand", 2) * known["hidden_size"], "mamba_n_heads"
+    stated, count = fields.get("mamba_d_head"), known["recurrence.value_heads"]
+    width = inner // max(count, 1) if stated in (None, "auto") else fields.integer("mamba_d_head")
+    if width * count != inner:
+        raise fields.fail(
+            heads, f"times mamba_d_head={width} must be mamba_expand * hidden_size={inner}"
+        )
+    return {"recurrence.value_width": width}
+
+
+def _write_width(config: DecoderConfig) -> dict[str, Any]:
+    if (recurrence := config.recurrence) is None:
+        return {}
+    inner = recurrence.value_heads * recurrence.value_width
+    return {"mamba_d_head": recurrence.value_width, "mamba_expand": inner // config.hidden_size}
+
+
+def step_limits(name: str) -> Part:
+    """Return a part for the least and the largest step of Mamba-2: two numbers, or null."""
+
+    def read(fields: Fields, known: Values) -> Values:
+        limits = fields.get(name)
+        if limits is None:
+            return {}
+        if not isinstance(limits, list) or [type(one) for one in limits].count(float) != 2:
+            raise fields.fail(name, "must be two numbers")
+        return {"recurrence.step_limits": tuple(limits)}
+
+    def write(config: DecoderConfig) -> dict[str, Any]:
+        return {} if config.recurrence is None else {name: [*config.recurrence.step_limits]}
+
+    return Part(read, write)
+
+
+def _ignore(name: str) -> Callable[[Fields, Values], Values]:
+    def read(fields: Fields, known: Values) -> Values:
+        fields.get(name)  # how the computation is divided
+        return {}
+
+    return read
