@@ -187,7 +187,93 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
+LINEAR_LAYER = "linear_attention"
+MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 6,
+    "mamba_n_groups": 2,
+    "mamba_expand": 2,
+}
 FAMILIES |= {
+    "qwen3_5_text": SIZES
+    | {
+        "num_hidden_layers": 5,
+        "head_dim": 12,
+        "rope_parameters": ROPE | {"partial_rotary_factor": 0.5},
+        "layer_types": [LINEAR_LAYER, LINEAR_LAYER, FULL, LINEAR_LAYER, FULL],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 6,
+    },
+    "lfm2": {name: value for name, value in SIZES.items() if name != "rms_norm_eps"}
+    | {
+        "num_hidden_layers": 4,
+        "rope_parameters": ROPE,
+        "layer_types": ["conv", FULL, "conv", "conv"],
+        "block_multiple_of": 8,
+        "norm_eps": 1e-5,
+    },
+    "granitemoehybrid": FAMILIES["granite"]
+    | MAMBA
+    | {
+        "num_hidden_layers": 4,
+        "layer_types": [LINEAR_LAYER, FULL, LINEAR_LAYER, LINEAR_LAYER],
+        "num_local_experts": 0,
+        "shared_intermediate_size": 40,
+        "position_embedding_type": "nope",
+        "mamba_conv_bias": False,
+    },
+    "bamba": SIZES
+    | MAMBA
+    | {
+        "num_hidden_layers": 4,
+        "attn_layer_indices": [2],
+        "rope_parameters": ROPE | {"partial_rotary_factor": 0.5},
+        "time_step_limit": [0.01, 2.0],
+    },
+    "nemotron_h": {
+        name: value
+        for name, value in SIZES.items()
+        if name not in ("rms_norm_eps", "num_hidden_layers")
+    }
+    | {
+        "layers_block_type": [LINEAR_LAYER, "mlp", FULL, "mlp", LINEAR_LAYER, LINEAR_LAYER],
+        "head_dim": 12,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 6,
+        "n_groups": 2,
+    },
+}
+FAMILIES |= {
+    "qwen3_5": {
+        "text_config": FAMILIES["qwen3_5_text"]
+        | {
+            "num_hidden_layers": 3,
+            "layer_types": [LINEAR_LAYER, FULL, LINEAR_LAYER],
+            "rope_parameters": ROPE
+            | {
+                "partial_rotary_factor": 0.5,
+                "mrope_section": [1, 1, 1],
+                "mrope_interleaved": True,
+            },
+        },
+        "vision_config": {
+            "depth": 1,
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_heads": 2,
+            "patch_size": 4,
+            "out_hidden_size": 32,
+            "num_position_embeddings": 16,
+        },
+        **{
+            f"{kind}_token_id": VOCAB - 1 - index
+            for index, kind in enumerate(("image", "video", "vision_start", "vision_end"))
+        },
+    },
     "gemma3": {
         "text_config": FAMILIES["gemma3_text"],
         "vision_config": VISION,
@@ -204,6 +290,7 @@ FAMILIES |= {
         "tie_word_embeddings": False,
     },
 }
+RECURRENT = ("qwen3_5_text", "qwen3_5", "lfm2", "granitemoehybrid", "bamba", "nemotron_h")
 WRITTEN_AS = {"mimo": "qwen2"}
 """Families that transformers lacks, each with a family that has the same decoder."""
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -332,7 +419,8 @@ def add_module(folder: Path, name: str, module: Module, model: Any) -> None:
 
 def randomise(model: Any) -> None:
     """Give a model random weights with a spread at which every part matters."""
-    offset = 0.0 if "gemma" in model.config.model_type else 1.0
+    family = model.config.model_type
+    offset = 0.0 if "gemma" in family or "qwen3_5" in family else 1.0
     with torch.no_grad():
         for name, value in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
@@ -341,7 +429,8 @@ def randomise(model: Any) -> None:
             noise = torch.randn_like(value)
             parts = name.split(".")
             if any(part.startswith("ln_") or "norm" in part for part in parts):
-                neutral = offset if name.endswith("weight") else 0.0
+                centred = 1.0 if "linear_attn" in parts else offset
+                neutral = centred if name.endswith("weight") else 0.0
                 value.copy_(neutral + 0.3 * noise)
             elif name.endswith("bias"):
                 value.copy_(0.3 * noise)
@@ -365,9 +454,9 @@ def write(name: str, folder: Path, settings: dict[str, Any], module: bool) -> No
         model = classes.from_config(config)
         randomise(model)
         model.to(torch.bfloat16).save_pretrained(folder)
-        model = classes.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
+        # In float32 transformers' chunked recurrences are wrong in the fourth digit.
+        exact = torch.float64 if name in RECURRENT else torch.float32
+        model = classes.from_pretrained(folder, dtype=exact, attn_implementation="eager").eval()
         outputs = {}
         if module:
             drafting = Module(name, model)
@@ -395,7 +484,7 @@ def write(name: str, folder: Path, settings: dict[str, Any], module: bool) -> No
     np.savez_compressed(
         folder / "golden.npz",
         tokens=tokens.numpy().astype(np.int32),
-        logits=logits.numpy(),
+        logits=logits.float().numpy(),
         greedy=greedy.numpy().astype(np.int32),
         **outputs,
     )

@@ -47,7 +47,7 @@ _INERT = re.compile(
             r"id2label|label2id|_?num_labels|problem_type|finetuning_task|task_specific_params",
             r"classifier_\w+|summary_\w+|predict_special_tokens|tie_encoder_decoder",
             r"output_(attentions|hidden_states|past|scores|router_logits)|(use_)?return_dict",
-            r"return_dict_in_generate|is_(encoder_)?decoder|cross_attention_hidden_size",
+            r"return_dict_in_generate|num_logits_to_keep|is_(encoder_)?decoder|cross_attention_hidden_size",
             r"chunk_size_feed_forward",
             # generation
             r"do_sample|temperature|top_k|top_p|typical_p|num_beams|num_beam_groups|early_stopping",

@@ -48,7 +48,6 @@ def _default_layers(fields: Fields, num_layers: int) -> list[bool]:
 def _check_channels(fields: Fields, known: Values) -> Values:
     for name in ("conv_dim", "conv_dim_out"):
         fields.only(name, known["hidden_size"])
-    fields.get("conv_use_xavier_init")
     return {}
 
 
@@ -73,6 +72,7 @@ LFM2 = Family(
         schema.flag("recurrence.conv_bias", "conv_bias"),
         schema.computed("recurrence.bias", lambda known: known["recurrence.conv_bias"]),
         Part(_check_channels),
+        schema.unread("conv_use_xavier_init"),
         schema.constant("use_pos_enc", True),
     ),
     tensors=table(

@@ -51,6 +51,7 @@ GRANITE_HYBRID = Family(
         recurrent.layer_types(recurrent.LINEAR, _all_recurrent, _LEGACY),
         *recurrent.mamba2(),
         schema.constant("num_local_experts", 0),
+        schema.unread("intermediate_size", "num_experts_per_tok"),
         schema.SILU,
     ),
     tensors=table(
@@ -151,12 +152,6 @@ _NOT_READ = (
 """Fields that say how the model is trained and divided, or belong to layers that it has not."""
 
 
-def _skip(fields: Fields, known: Values) -> Values:
-    fields.asked.update(_NOT_READ)
-    fields.only("use_bias", False)
-    return {}
-
-
 NEMOTRON_H = Family(
     model_type="nemotron_h",
     architecture="NemotronHForCausalLM",
@@ -184,7 +179,8 @@ NEMOTRON_H = Family(
         schema.flag("recurrence.conv_bias", "use_conv_bias", default=True),
         schema.flag("recurrence.bias", "mamba_proj_bias", default=False),
         recurrent.step_limits("time_step_limit"),
-        Part(_skip),
+        schema.constant("use_bias", False),
+        schema.unread(*_NOT_READ),
     ),
     tensors=table(
         "huggingface",

@@ -99,7 +99,7 @@ def mamba2() -> tuple[Part, ...]:
         schema.flag("recurrence.bias", "mamba_proj_bias", default=False),
         Part(_read_width, _write_width),
         step_limits("time_step_limit"),
-        Part(_ignore("mamba_chunk_size")),
+        schema.unread("mamba_chunk_size"),
     )
 
 
@@ -126,22 +126,25 @@ def step_limits(name: str) -> Part:
     """Return a part for the least and the largest step of Mamba-2: two numbers, or null."""
 
     def read(fields: Fields, known: Values) -> Values:
-        limits = fields.get(name)
-        if limits is None:
+        stated = fields.get(name)
+        if stated is None:
             return {}
-        if not isinstance(limits, list) or [type(one) for one in limits].count(float) != 2:
+        limits = stated if isinstance(stated, list) else []
+        limits = [_UNLIMITED if one == _JSON_INFINITY else one for one in limits]
+        if len(limits) != 2 or not all(type(one) in (int, float) for one in limits):
             raise fields.fail(name, "must be two numbers")
-        return {"recurrence.step_limits": tuple(limits)}
+        return {"recurrence.step_limits": tuple(map(float, limits))}
 
     def write(config: DecoderConfig) -> dict[str, Any]:
-        return {} if config.recurrence is None else {name: [*config.recurrence.step_limits]}
+        recurrence = config.recurrence
+        if recurrence is None or recurrence.step_limits == (0.0, _UNLIMITED):
+            return {}
+        low, high = recurrence.step_limits
+        return {name: [low, _JSON_INFINITY if high == _UNLIMITED else high]}
 
     return Part(read, write)
 
 
-def _ignore(name: str) -> Callable[[Fields, Values], Values]:
-    def read(fields: Fields, known: Values) -> Values:
-        fields.get(name)  # how the computation is divided
-        return {}
-
-    return read
+_UNLIMITED = float("inf")
+_JSON_INFINITY = {"__float__": "Infinity"}
+"""Infinity as transformers 5 writes it, since JSON has none."""

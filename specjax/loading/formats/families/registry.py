@@ -15,7 +15,12 @@ from specjax.loading.formats.families.phi import PHI3
 from specjax.loading.formats.families.qwen import MIMO, QWEN2, QWEN3, QWEN3_MOE
 from specjax.loading.formats.families.qwen3_next import QWEN3_5
 from specjax.loading.formats.families.smollm3 import SMOLLM3
-from specjax.loading.formats.families.text_parts import GEMMA3_PART, MISTRAL3_PART, TextPart
+from specjax.loading.formats.families.text_parts import (
+    GEMMA3_PART,
+    MISTRAL3_PART,
+    QWEN3_5_PART,
+    TextPart,
+)
 from specjax.loading.formats.family import Family
 from specjax.loading.formats.parameter_names import TensorEntry
 from specjax.models.config import DecoderConfig
@@ -47,7 +52,9 @@ FAMILIES: dict[str, Family] = {
         NEMOTRON_H,
     )
 }
-TEXT_PARTS: dict[str, TextPart] = {part.model_type: part for part in (GEMMA3_PART, MISTRAL3_PART)}
+TEXT_PARTS: dict[str, TextPart] = {
+    part.model_type: part for part in (GEMMA3_PART, MISTRAL3_PART, QWEN3_5_PART)
+}
 """The multimodal models whose text part is read, by `model_type`."""
 _REFUSED = {
     "deepseek_v3": "multi-head latent attention",

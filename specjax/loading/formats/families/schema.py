@@ -116,6 +116,16 @@ def written(fields: Mapping[str, Any]) -> Part:
     return Part(write=lambda _: fields)
 
 
+def unread(*names: str) -> Part:
+    """Return a part for fields of config.json that have no effect on the models that are read."""
+
+    def read(fields: Fields, known: Values) -> Values:
+        fields.asked.update(names)
+        return {}
+
+    return Part(read)
+
+
 def constant(name: str, value: Any) -> Part:
     """Return a part for a field of config.json that must have `value`, or be missing.
 

@@ -55,6 +55,14 @@ GEMMA3_PART = TextPart(
     skipped=_SKIPPED,
     defaults={"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4},
 )
+QWEN3_5_PART = TextPart(
+    model_type="qwen3_5",
+    architecture="Qwen3_5ForConditionalGeneration",
+    family="qwen3_5_text",
+    others=_IMAGES | {"video_token_id", "vision_start_token_id", "vision_end_token_id"},
+    skipped=r"(model\.)?visual\.",
+    defaults={},
+)
 MISTRAL3_PART = TextPart(
     model_type="mistral3",
     architecture="Mistral3ForConditionalGeneration",
