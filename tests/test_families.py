@@ -116,6 +116,22 @@ def test_logits_equal_those_of_transformers(name):
         assert_near(out.logits, name, slice(position, position + 1))
 
 
+fill = jax.jit(prefill, static_argnums=(0, 5))
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", *slow(*(name for name in NAMES if name != "gpt_oss"))])
+def test_chunks_of_a_prompt_do_not_matter(name):
+    """One token at a time, seven, and more than a chunk of the prompt."""
+    model, tokens = model_of(name), golden(name)["tokens"]
+    decoder, lengths = model.architecture, jnp.full(len(tokens), HALF, jnp.int32)
+    for chunk in (1, 7, 64):
+        cache = decoder.make_cache(len(tokens), 256)
+        prompt = jnp.asarray(tokens[:, :HALF])
+        cache, _ = fill(decoder, model.params, prompt, lengths, cache, (chunk,))
+        after, _ = at_once(model, tokens[:, HALF:], HALF, cache)
+        assert_near(after.logits, name, slice(HALF, None))
+
+
 def decoded(model, prompts, drafter=None, tokens=24, **options):
     """Tokens of each prompt."""
     if drafter is not None:
@@ -228,7 +244,7 @@ def test_each_family_in_bfloat16(name):
 OTHER_FORMS = slow("gemma2", "gpt2", "glm4", "qwen2", "smollm3", "olmo3", "granite")
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", *OTHER_FORMS])
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", *OTHER_FORMS])
 def test_other_forms_compute_the_same(name):
     """However layers lie, all rows at once, and the kernel, which some layers lack."""
     tokens = golden(name)["tokens"]
@@ -238,6 +254,8 @@ def test_other_forms_compute_the_same(name):
         {"layers": "unrolled", "cache_attention": "kernel"},
         {"cache_attention": "blocks"},
     ):
+        if form.get("layers") == "apart" and model_of(name).config.experts is not None:
+            continue
         model = model_of(name, **form)
         _, cache = at_once(model, tokens[:, :HALF])
         out, _ = at_once(model, tokens[:, HALF:], HALF, cache)
@@ -267,10 +285,9 @@ def test_blocks_that_are_too_old_are_not_needed():
     decoder = model.architecture
     positions = jnp.broadcast_to(jnp.arange(600), tokens.shape)
     whole = extend(decoder, model.params, tokens, positions, None, None, jnp.int32(0), causal(600))
-    program = jax.jit(prefill, static_argnums=(0, 5))
     lengths = jnp.array([590, 300], jnp.int32)
     cache = decoder.make_cache(2, 768)
-    cache, _ = program(decoder, model.params, jnp.asarray(tokens), lengths, cache, (64,))
+    cache, _ = fill(decoder, model.params, jnp.asarray(tokens), lengths, cache, (64,))
     rows = np.asarray(lengths)[:, None] + np.arange(5)
     out = extend(
         decoder,
@@ -311,6 +328,7 @@ def test_blocks_that_are_too_old_are_not_needed():
         ("olmo3", 1e-5),
         ("phi3", 1e-5),
         ("granite", 1e-6),
+        ("gpt_oss", 1e-5),
     ],
 )
 def test_an_epsilon_that_is_not_stated_is_transformers_own(name, value, tmp_path):
@@ -412,6 +430,17 @@ OLMO3 = {
         "original_max_position_embeddings": 32,
     },
 }
+GPT_OSS = {
+    "rope_theta": 1000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "truncate": False,
+    },
+    "initial_context_length": 32,
+    "swiglu_alpha": None,
+}
 PHI3 = {
     "rope_theta": 1000.0,
     "partial_rotary_factor": 0.5,
@@ -436,6 +465,7 @@ PHI3 = {
         ("families/smollm3", {"rope_theta": 1000.0}),
         ("families/olmo3", OLMO3),
         ("families/phi3", PHI3),
+        ("families/gpt_oss", GPT_OSS),
     ],
 )
 def test_the_fields_of_transformers_4_mean_the_same(tmp_path, source, old):

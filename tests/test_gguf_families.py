@@ -20,6 +20,7 @@ from specjax.distributed import sharding
 from specjax.errors import InputError
 from specjax.loading.formats import mtp_layers, parameter_names, tensor_layout
 from specjax.loading.formats.families import registry
+from specjax.loading.formats.huggingface_rope import yarn_attention_factor
 from specjax.loading.load import load_model, random_model, save_model
 from specjax.loading.quantize import float_model, is_quantized
 from specjax.models.config import (
@@ -99,6 +100,20 @@ CONFIGS = {
     },
     "phi3": {"attention": Attention(rotary_width=6), "sliding_window": SlidingWindow(7)},
     "mixtral": {"experts": Experts(5, 2, 40)},
+    "gpt_oss": {
+        "attention_bias": True,
+        "attention": Attention(sink_logits=True),
+        "sliding_window": SlidingWindow(7, (True, False)),
+        "mlp": Mlp("gelu_sigmoid", limit=7.0, offset=1),
+        "experts": Experts(5, 2, 40, bias=True),
+        "rope_scaling": RopeScaling(
+            "yarn",
+            factor=4.0,
+            original_max_positions=32,
+            attention_factor=yarn_attention_factor(4.0),
+            truncate=False,
+        ),
+    },
     "qwen3_moe": {"attention": Attention(qk_norm=True), "experts": Experts(6, 3, 8)},
     "glm4_moe": {
         "attention_bias": True,
@@ -142,6 +157,15 @@ KEYS = {
         "logit_scale": np.float32(8),
     },
     "mixtral": {"expert_count": np.uint32(5), "expert_used_count": np.uint32(2)},
+    "gpt_oss": {
+        "attention.sliding_window": np.uint32(7),
+        "expert_count": np.uint32(5),
+        "expert_used_count": np.uint32(2),
+        "expert_feed_forward_length": np.uint32(40),
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": np.float32(4),
+        "rope.scaling.original_context_length": np.uint32(32),
+    },
     "qwen3_moe": {
         "expert_count": np.uint32(6),
         "expert_used_count": np.uint32(3),

@@ -28,7 +28,12 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Mxfp4Config,
+)
 
 GOLDENS = Path(__file__).parents[2] / "tests" / "goldens"
 ROWS, TOKENS, GREEDY = 2, 40, 24
@@ -186,6 +191,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "logits_scaling": 1.7,
         "tie_word_embeddings": True,
     },
+    "gpt_oss": SIZES
+    | {
+        "intermediate_size": 32,
+        "head_dim": 16,
+        "rope_parameters": YARN | {"truncate": False},
+        "sliding_window": 7,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "swiglu_limit": 1.5,
+    },
 }
 FAMILIES |= {
     "gemma3": {
@@ -214,9 +229,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "topk_group": 1,
         "num_nextn_predict_layers": 1,
     },
+    "gpt_oss": {"num_hidden_layers": 2, "quantization_config": {"quant_method": "mxfp4"}},
 }
-"""Changes of families' settings: router scores divided by their sum; a choice among all experts;
-and an announced module whose tensors transformers does not write, as when it saves GLM-4.5.
+"""Changes of families' settings: router scores divided by their sum; a choice among all experts,
+and an announced module whose tensors transformers does not write, as when it saves GLM-4.5; and
+experts in MXFP4.
 """
 DRAFTS = 3
 
@@ -330,6 +347,27 @@ def add_module(folder: Path, name: str, module: Module, model: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
+def store_mxfp4(folder: Path, quantization: dict[str, Any]) -> None:
+    """Round the experts of a saved checkpoint to MXFP4, and store them as gpt-oss has them."""
+    path, tensors = folder / "model.safetensors", {}
+    numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    numbers = torch.cat([numbers, -numbers])
+    for name, value in load_file(path).items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            tensors[name] = value
+            continue
+        rows = value.float().transpose(1, 2)
+        groups = rows.reshape(*rows.shape[:2], -1, 32)
+        exponents = groups.abs().amax(-1, keepdim=True).log2().floor() - 2
+        codes = (torch.ldexp(groups, -exponents)[..., None] - numbers).abs().argmin(-1)
+        tensors[f"{name}_blocks"] = (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)
+        tensors[f"{name}_scales"] = (exponents[..., 0] + 127).to(torch.uint8)
+    save_file(tensors, path, {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = quantization
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
 def randomise(model: Any) -> None:
     """Give a model random weights with a spread at which every part matters."""
     offset = 0.0 if "gemma" in model.config.model_type else 1.0
@@ -350,12 +388,16 @@ def randomise(model: Any) -> None:
             elif "embed_tokens" in parts or "wte" in parts:
                 value.copy_(noise * value.shape[-1] ** -0.5)
             else:
-                inputs = value.shape[0 if model.config.model_type == "gpt2" else -1]
+                is_transposed = value.ndim == 3 and model.config.model_type == "gpt_oss"
+                is_transposed |= model.config.model_type == "gpt2"
+                inputs = value.shape[-2 if is_transposed else -1]
                 value.copy_(1.5 * noise * inputs**-0.5)
 
 
 def write(name: str, folder: Path, settings: dict[str, Any], module: bool) -> None:
     """Save one model and its outputs, using the first seed whose greedy choices are clear."""
+    settings = dict(settings)
+    quantization = settings.pop("quantization_config", None)
     for seed in range(50):
         shutil.rmtree(folder, ignore_errors=True)
         torch.manual_seed(seed)
@@ -365,8 +407,12 @@ def write(name: str, folder: Path, settings: dict[str, Any], module: bool) -> No
         model = classes.from_config(config)
         randomise(model)
         model.to(torch.bfloat16).save_pretrained(folder)
+        options = {}
+        if quantization is not None:
+            store_mxfp4(folder, quantization)
+            options["quantization_config"] = Mxfp4Config(dequantize=True)
         model = classes.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager"
+            folder, dtype=torch.float32, attn_implementation="eager", **options
         ).eval()
         outputs = {}
         if module:

@@ -81,7 +81,8 @@ class Attention:
     heads of the `projection` (OLMo 2). `query_scale` multiplies queries (None: 1/sqrt(C)).
     `softcap` limits scores to c tanh(score/c). `rotary_width` is the number of leading dimensions
     of a head that are rotated: None for all, 0 for none. `unrotated` marks layers without rotation,
-    and repeats over the layers (SmolLM3).
+    and repeats over the layers (SmolLM3). With `sink_logits` each query head has a learned logit
+    that adds to the denominator of its softmax (gpt-oss).
     """
 
     output_bias: bool = True
@@ -91,6 +92,7 @@ class Attention:
     softcap: float | None = None
     rotary_width: int | None = None
     unrotated: tuple[bool, ...] = (False,)
+    sink_logits: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,11 +118,15 @@ class SlidingWindow:
 class Mlp:
     """The activation of the MLP, and whether a second projection gates it.
 
-    `gelu_tanh` is GELU approximated by tanh (GPT-2's `gelu_new`), `gelu` the exact function.
+    `gelu_tanh` is GELU approximated by tanh (GPT-2's `gelu_new`), `gelu` the exact function, and
+    `gelu_sigmoid` x sigmoid(1.702 x). With a `limit` c, the gate is at most c and what it gates
+    within -c and c; to the latter `offset` is added (both gpt-oss).
     """
 
-    activation: Literal["silu", "gelu_tanh", "gelu"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "gelu", "gelu_sigmoid"] = "silu"
     gated: bool = True
+    limit: float | None = None
+    offset: Literal[0, 1] = 0
 
 
 @dataclass(frozen=True)
@@ -132,7 +138,8 @@ class Experts:
     their sum with `normalize`, times `scale`. With `selection_bias`, a bias per expert affects the
     selection but not the scores (2408.15664). With `groups`, experts are selected only from the
     `groups_per_token` groups with the largest sums of their two best scores (2412.19437).
-    `shared_size` is the width of an MLP that is added for every token, or 0.
+    `shared_size` is the width of an MLP that is added for every token, or 0. With `bias` the router
+    and the experts have biases.
     """
 
     num_experts: int
@@ -146,6 +153,7 @@ class Experts:
     groups_per_token: int = 1
     shared_size: int = 0
     num_dense: int = 0
+    bias: bool = False
 
 
 class LayerRun(NamedTuple):
@@ -359,13 +367,15 @@ def _check_nested(config: DecoderConfig) -> None:
         ("norm.kind", config.norm.kind, ("rms", "layer")),
         ("norm.offset", config.norm.offset, (0, 1)),
         ("attention.qk_norm_over", config.attention.qk_norm_over, ("head", "projection")),
-        ("mlp.activation", config.mlp.activation, ("silu", "gelu_tanh", "gelu")),
+        ("mlp.activation", config.mlp.activation, ("silu", "gelu_tanh", "gelu", "gelu_sigmoid")),
+        ("mlp.offset", config.mlp.offset, (0, 1)),
     ):
         if value not in choices:
             raise InputError(f"{field}={shown(value)}: use {' or '.join(map(str, choices))}")
     reals = {
         "attention.query_scale": config.attention.query_scale,
         "attention.softcap": config.attention.softcap,
+        "mlp.limit": config.mlp.limit,
         "residual_scale": config.residual_scale,
         "logit_divisor": config.logit_divisor,
         "logit_softcap": config.logit_softcap,

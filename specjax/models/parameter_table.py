@@ -13,6 +13,8 @@ from specjax.models.parameters import Parameter
 UP_AXES = ("experts", "embed", "mlp")
 DOWN_AXES = ("experts", "mlp", "embed")
 """The logical axes of the experts' kernels, before and after the activation."""
+UP_BIAS_AXES = ("experts", "mlp")
+"""The logical axes of the experts' biases before the activation."""
 
 
 def parameter_table(config: DecoderConfig, scan_layers: bool = True) -> dict[str, Any]:
@@ -74,6 +76,8 @@ def attention_table(config: DecoderConfig, inputs: int) -> dict[str, Any]:
         if config.attention.qk_norm_over == "projection":
             width = merged + kv_heads * config.head_dim, "heads"
         table["qk_norm"] = norm_table(config, *width)
+    if config.attention.sink_logits:
+        table["sinks"] = Parameter((heads,), ("heads",), "zeros")
     return table
 
 
@@ -121,12 +125,16 @@ def _experts(config: DecoderConfig) -> dict[str, Any]:
     assert experts is not None
     count, hidden = experts.num_experts, experts.intermediate_size
     table: dict[str, Any] = {
-        "router": linear(width, count, axes=("embed", "scores")),
+        "router": linear(width, count, axes=("embed", "scores"), bias=experts.bias),
         "experts": {
             "gate_up": linear(count, width, 2 * hidden, axes=UP_AXES),
             "down": linear(count, hidden, width, axes=DOWN_AXES),
         },
     }
+    if experts.bias:
+        for name, axes in (("gate_up", UP_BIAS_AXES), ("down", (None, "embed"))):
+            shape = (count, table["experts"][name]["kernel"].shape[-1])
+            table["experts"][name]["bias"] = Parameter(shape, axes, "zeros")
     if experts.selection_bias:
         # As in transformers, the bias that selects experts is not rounded.
         bias = Parameter((count,), ("scores",), "zeros", always="float32")

@@ -69,7 +69,8 @@ class Family:
     `architecture` is the transformers class that runs it, and `parts` are the fields of its config,
     except vocabulary and family. Extra tensors whose names match the pattern `ignored` are
     accepted. A family without `gguf` cannot be read from GGUF files, and one without `mtp` has no
-    multi-token prediction modules.
+    multi-token prediction modules. With `mxfp4`, safetensors files may have kernels of experts in
+    MXFP4.
     """
 
     model_type: str
@@ -79,6 +80,7 @@ class Family:
     ignored: str = ""
     gguf: GgufLayout | None = None
     mtp: MtpLayout | None = None
+    mxfp4: bool = False
 
     def read(
         self, fields: Fields, vocab_size: int, unused_tokens: tuple[int, ...] = ()

@@ -224,7 +224,7 @@ def _read_blocks(
 ) -> UInt8[np.ndarray, "rows row_bytes"]:
     """Return some rows of a tensor in the blocks of the file."""
     count, width = location.rows
-    first = location.before * (count if location.entry.merged else 1)
+    first = location.before + (location.expert * count if location.merged else 0)
     inputs, block_bytes = GGML_QUANT_SIZES[kind]
     blocks = raw.reshape(-1, width // inputs * block_bytes)[first : first + count][rows]
     return tensor_layout.from_stored(blocks, location)

@@ -17,7 +17,7 @@ from specjax.distributed.sharding import constrain
 from specjax.models.config import DecoderConfig
 from specjax.models.joined_kernels import gate_up_block
 from specjax.models.layers import experts
-from specjax.models.layers.attention import Partial, group_queries, ungroup
+from specjax.models.layers.attention import Partial, group_queries, ungroup, with_sinks
 from specjax.models.layers.experts_on_mesh import mix_on_mesh
 from specjax.models.layers.matmul import ChosenKernel, product
 from specjax.models.layers.norm import layer_norm, rms_norm
@@ -29,6 +29,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": nn.silu,
     "gelu_tanh": functools.partial(nn.gelu, approximate=True),
     "gelu": functools.partial(nn.gelu, approximate=False),
+    "gelu_sigmoid": lambda x: x * nn.sigmoid(1.702 * x),
 }
 
 
@@ -141,9 +142,12 @@ class DecoderLayer:
 
         The summand is normed and scaled first if the config says so.
         """
+        attention = weights["attention"]
+        if "sinks" in attention:
+            mixed = with_sinks(mixed, attention["sinks"])
         out = ungroup(mixed.weighted / mixed.denominator, x.shape[1]).astype(x.dtype)
         out = out.reshape(*x.shape[:2], -1)
-        out = self.project("btn,nd->btd", out, weights["attention"]["output"])
+        out = self.project("btn,nd->btd", out, attention["output"])
         return self._add(x, out, weights, "after_attention_norm")
 
     def add_mlp(
@@ -191,13 +195,18 @@ class DecoderLayer:
         It maps their joined outputs [..., 2 F], or the part of them that a device of a mesh holds,
         to [..., F].
         """
-        activation = ACTIVATIONS[self.config.mlp.activation]
+        mlp = self.config.mlp
+        activation = ACTIVATIONS[mlp.activation]
         block = gate_up_block(self.config.num_heads, width)
 
         def hidden(gate_up: Float[Array, "*N F2"]) -> Float[Array, "*N F"]:
             blocks = _as_multiplied(gate_up).reshape(*gate_up.shape[:-1], -1, 2, block)
-            out = activation(blocks[..., 0, :]) * blocks[..., 1, :]
-            return out.reshape(*gate_up.shape[:-1], -1)
+            gate, up = blocks[..., 0, :], blocks[..., 1, :]
+            if mlp.limit is not None:
+                gate, up = jnp.minimum(gate, mlp.limit), jnp.clip(up, -mlp.limit, mlp.limit)
+            if mlp.offset:
+                up = up + mlp.offset
+            return (activation(gate) * up).reshape(*gate_up.shape[:-1], -1)
 
         return hidden
 
@@ -217,7 +226,10 @@ class DecoderLayer:
             differentiable=self.differentiable,
             grouped=self.grouped_experts,
         )
-        out = mix_on_mesh(mix, flat, routes, mlp["experts"], mlp.get("shared"), self.shards)
+        stacked = mlp["experts"]
+        out = mix_on_mesh(mix, flat, routes, stacked, mlp.get("shared"), self.shards)
+        if stacked.down_bias is not None:
+            out = out + experts.mixed_biases(routes, stacked).astype(out.dtype)
         out = out.reshape(h.shape)
         return out, routes.experts.reshape(*h.shape[:2], -1)
 
@@ -301,7 +313,9 @@ def with_experts(layer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _stacked(kernels: dict[str, Any], index: Int[Array, ""] | int) -> experts.StackedExperts:
-    return experts.StackedExperts(kernels["gate_up"]["kernel"], kernels["down"]["kernel"], index)
+    gate_up, down = kernels["gate_up"], kernels["down"]
+    biases = gate_up.get("bias"), down.get("bias")
+    return experts.StackedExperts(gate_up["kernel"], down["kernel"], index, *biases)
 
 
 def embed(

@@ -6,6 +6,7 @@ from specjax.errors import InputError, shown
 from specjax.loading.formats.families.gemma import GEMMA2, GEMMA3
 from specjax.loading.formats.families.glm import GLM4, GLM4_MOE
 from specjax.loading.formats.families.gpt2 import GPT2
+from specjax.loading.formats.families.gpt_oss import GPT_OSS
 from specjax.loading.formats.families.granite import GRANITE
 from specjax.loading.formats.families.llama import LLAMA, MISTRAL, MIXTRAL
 from specjax.loading.formats.families.olmo import OLMO2, OLMO3
@@ -37,6 +38,7 @@ FAMILIES: dict[str, Family] = {
         OLMO3,
         PHI3,
         GRANITE,
+        GPT_OSS,
     )
 }
 TEXT_PARTS: dict[str, TextPart] = {part.model_type: part for part in (GEMMA3_PART, MISTRAL3_PART)}
