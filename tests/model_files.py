@@ -29,7 +29,8 @@ WEIGHTS = "model.safetensors"
 def edit_json(path, **fields):
     """Merge fields into a JSON file; None removes a field."""
     content = json.loads(path.read_text()) | fields
-    path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+    removed = {key for key, value in fields.items() if value is None}
+    path.write_text(json.dumps({key: content[key] for key in content if key not in removed}))
 
 
 def edit_tensors(path, change):

@@ -244,7 +244,7 @@ def test_each_family_in_bfloat16(name):
 OTHER_FORMS = slow("gemma2", "gpt2", "glm4", "qwen2", "smollm3", "olmo3", "granite")
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", *OTHER_FORMS])
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "deepseek_v3", *OTHER_FORMS])
 def test_other_forms_compute_the_same(name):
     """However layers lie, all rows at once, and the kernel, which some layers lack."""
     tokens = golden(name)["tokens"]
@@ -329,6 +329,8 @@ def test_blocks_that_are_too_old_are_not_needed():
         ("phi3", 1e-5),
         ("granite", 1e-6),
         ("gpt_oss", 1e-5),
+        ("deepseek_v2", 1e-6),
+        ("deepseek_v3", 1e-6),
     ],
 )
 def test_an_epsilon_that_is_not_stated_is_transformers_own(name, value, tmp_path):
@@ -441,6 +443,21 @@ GPT_OSS = {
     "initial_context_length": 32,
     "swiglu_alpha": None,
 }
+DEEPSEEK = {
+    "rope_theta": 1000.0,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 4.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.7,
+        "original_max_position_embeddings": 32,
+    },
+    "head_dim": None,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "moe_layer_freq": 1,
+    "ep_size": 1,
+}
 PHI3 = {
     "rope_theta": 1000.0,
     "partial_rotary_factor": 0.5,
@@ -466,6 +483,7 @@ PHI3 = {
         ("families/olmo3", OLMO3),
         ("families/phi3", PHI3),
         ("families/gpt_oss", GPT_OSS),
+        ("families/deepseek_v3", DEEPSEEK),
     ],
 )
 def test_the_fields_of_transformers_4_mean_the_same(tmp_path, source, old):

@@ -78,6 +78,18 @@ VISION = {
     "patch_size": 4,
 }
 GEMMA = SIZES | {"head_dim": 12, "query_pre_attn_scalar": 10, "sliding_window": 7}
+LATENT = SIZES | {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "qk_rope_head_dim": 6,
+    "qk_nope_head_dim": 10,
+    "v_head_dim": 12,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 12,
+    "num_experts_per_tok": 2,
+    "routed_scaling_factor": 1.7,
+}
 SLIDING, FULL = "sliding_attention", "full_attention"
 FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": SIZES | {"rope_parameters": ROPE, "head_dim": 12, "sliding_window": 9},
@@ -201,6 +213,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "swiglu_limit": 1.5,
     },
+    "deepseek_v2": LATENT
+    | {
+        "q_lora_rank": None,
+        "rope_parameters": ROPE,
+        "topk_method": "group_limited_greedy",
+        "n_routed_experts": 6,
+        "n_group": 3,
+        "topk_group": 2,
+    },
+    "deepseek_v3": LATENT
+    | {
+        "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
+        "q_lora_rank": 20,
+        "n_routed_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "norm_topk_prob": True,
+        "num_nextn_predict_layers": 1,
+    },
 }
 FAMILIES |= {
     "gemma3": {
@@ -219,6 +250,7 @@ FAMILIES |= {
         "tie_word_embeddings": False,
     },
 }
+WITH_MODULES = ("glm4_moe", "mimo", "deepseek_v3")
 WRITTEN_AS = {"mimo": "qwen2"}
 """Families that transformers lacks, each with a family that has the same decoder."""
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -229,11 +261,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "topk_group": 1,
         "num_nextn_predict_layers": 1,
     },
+    "deepseek_v2": {"num_hidden_layers": 2, "topk_method": "greedy", "q_lora_rank": 20},
+    "deepseek_v3": {
+        "num_hidden_layers": 2,
+        "rope_interleave": False,
+        "attention_bias": True,
+        "rope_parameters": ROPE,
+        "q_lora_rank": None,
+        "num_nextn_predict_layers": 0,
+    },
     "gpt_oss": {"num_hidden_layers": 2, "quantization_config": {"quant_method": "mxfp4"}},
 }
 """Changes of families' settings: router scores divided by their sum; a choice among all experts,
-and an announced module whose tensors transformers does not write, as when it saves GLM-4.5; and
-experts in MXFP4.
+and an announced module whose tensors transformers does not write, as when it saves GLM-4.5; queries
+with and without a latent, and rotated halves; and experts in MXFP4.
 """
 DRAFTS = 3
 
@@ -457,7 +498,7 @@ def main() -> None:
     parser.add_argument("families", nargs="*", metavar="FAMILY", help=", ".join(FAMILIES))
     for name in parser.parse_args().families or FAMILIES:
         settings = FAMILIES[name]
-        write(name, GOLDENS / "families" / name, settings, name in ("glm4_moe", "mimo"))
+        write(name, GOLDENS / "families" / name, settings, name in WITH_MODULES)
         if name in VARIANTS:
             write(name, GOLDENS / "variants" / name, settings | VARIANTS[name], False)
 

@@ -73,6 +73,23 @@ class Norm:
 
 
 @dataclass(frozen=True)
+class Latent:
+    """The low-rank projections of latent attention (DeepSeek-V2: 2405.04434, section 2.1).
+
+    Keys and values of all heads are projected from a vector of `kv_rank` numbers, after an RMS
+    norm, and queries likewise from one of `query_rank`, or directly if that is None. The rotated
+    dimensions of keys are projected from the layer's input instead, and all heads have the same.
+    Values have `value_dim` dimensions, and are padded to C in caches. With `paired`, rotated
+    dimensions are pairs of neighbours instead of half-split.
+    """
+
+    kv_rank: int
+    query_rank: int | None = None
+    value_dim: int = 128
+    paired: bool = True
+
+
+@dataclass(frozen=True)
 class Attention:
     """The properties of attention in which model families differ.
 
@@ -82,7 +99,9 @@ class Attention:
     `softcap` limits scores to c tanh(score/c). `rotary_width` is the number of leading dimensions
     of a head that are rotated: None for all, 0 for none. `unrotated` marks layers without rotation,
     and repeats over the layers (SmolLM3). With `sink_logits` each query head has a learned logit
-    that adds to the denominator of its softmax (gpt-oss).
+    that adds to the denominator of its softmax (gpt-oss). `latent` are the low-rank projections of
+    latent attention, or None; biases are then those of projections of the layer's input, except
+    direct ones of queries, and of the output.
     """
 
     output_bias: bool = True
@@ -93,6 +112,7 @@ class Attention:
     rotary_width: int | None = None
     unrotated: tuple[bool, ...] = (False,)
     sink_logits: bool = False
+    latent: Latent | None = None
 
 
 @dataclass(frozen=True)
@@ -137,7 +157,8 @@ class Experts:
     outputs are weighted by router scores: the `softmax` over all experts or `sigmoid`s, divided by
     their sum with `normalize`, times `scale`. With `selection_bias`, a bias per expert affects the
     selection but not the scores (2408.15664). With `groups`, experts are selected only from the
-    `groups_per_token` groups with the largest sums of their two best scores (2412.19437).
+    `groups_per_token` groups with the largest sums of their `group_scores` best scores
+    (2412.19437).
     `shared_size` is the width of an MLP that is added for every token, or 0. With `bias` the router
     and the experts have biases.
     """
@@ -151,6 +172,7 @@ class Experts:
     selection_bias: bool = False
     groups: int = 1
     groups_per_token: int = 1
+    group_scores: int = 2
     shared_size: int = 0
     num_dense: int = 0
     bias: bool = False
@@ -396,6 +418,8 @@ def _check_nested(config: DecoderConfig) -> None:
     for field, value in reals.items():
         if value is not None:
             _check_real(field, value)
+    if config.attention.latent is not None:
+        _check_latent(config.attention.latent, config)
     if config.experts is not None:
         _check_experts(config.experts)
         total = config.num_layers * config.experts.num_experts
@@ -403,6 +427,22 @@ def _check_nested(config: DecoderConfig) -> None:
             raise InputError(
                 f"experts.num_experts={config.experts.num_experts}: {config.num_layers} layers "
                 f"have {total} in all, at most {_MOST_EXPERTS} are supported; repair the config"
+            )
+
+
+def _check_latent(latent: Latent, config: DecoderConfig) -> None:
+    width, rotated, most = config.head_dim, config.rotary_width, _LARGEST["hidden_size"]
+    for field, value, lowest, highest in (
+        ("attention.latent.kv_rank", latent.kv_rank, 1, most),
+        ("attention.latent.query_rank", latent.query_rank or 1, 1, most),
+        ("attention.latent.value_dim", latent.value_dim, 1, width),
+        ("attention.rotary_width", rotated, 2, width - 1),
+        ("num_kv_heads", config.num_kv_heads, config.num_heads, config.num_heads),
+    ):
+        if not lowest <= value <= highest:
+            raise InputError(
+                f"{field}={shown(value)}: must be a whole number from {lowest} to {highest} with "
+                f"latent attention of heads of {width}; repair the config"
             )
 
 
@@ -414,6 +454,7 @@ def _check_experts(experts: Experts) -> None:
         ("num_experts", 1, 1 << 12),
         ("groups", 1, experts.num_experts),
         ("groups_per_token", 1, experts.groups),
+        ("group_scores", 1, 2),
         ("per_token", 1, experts.num_experts),
         ("intermediate_size", 1, _LARGEST["intermediate_size"]),
         ("shared_size", 0, _LARGEST["intermediate_size"]),
@@ -435,10 +476,10 @@ def _check_experts(experts: Experts) -> None:
             f"experts.per_token={experts.per_token}: must be at most the {chosen_from} experts of "
             f"groups_per_token={experts.groups_per_token} groups"
         )
-    if experts.groups > 1 and experts.num_experts == experts.groups:
+    if experts.groups > 1 and experts.num_experts < experts.groups * experts.group_scores:
         raise InputError(
-            f"experts.groups={experts.groups}: a group must have at least two experts, whose "
-            "scores are compared"
+            f"experts.groups={experts.groups}: a group must have at least "
+            f"{experts.group_scores} experts, whose scores are compared"
         )
 
 

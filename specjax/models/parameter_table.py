@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from specjax.models.config import DecoderConfig
+from specjax.models.config import DecoderConfig, Latent
 from specjax.models.parameters import Parameter
 
 UP_AXES = ("experts", "embed", "mlp")
@@ -64,6 +64,8 @@ def attention_table(config: DecoderConfig, inputs: int) -> dict[str, Any]:
 
     `inputs` is the width of the vectors that queries, keys and values are computed from.
     """
+    if config.attention.latent is not None:
+        return _latent_attention(config, config.attention.latent, inputs)
     heads, kv_heads, bias = config.num_heads, config.num_kv_heads, config.attention_bias
     merged, output_bias = heads * config.head_dim, bias and config.attention.output_bias
     outputs = merged + 2 * kv_heads * config.head_dim
@@ -79,6 +81,34 @@ def attention_table(config: DecoderConfig, inputs: int) -> dict[str, Any]:
     if config.attention.sink_logits:
         table["sinks"] = Parameter((heads,), ("heads",), "zeros")
     return table
+
+
+def _latent_attention(config: DecoderConfig, latent: Latent, inputs: int) -> dict[str, Any]:
+    """Return the parameters of latent attention; the arguments are those of `attention_table`."""
+    heads, bias = config.num_heads, config.attention_bias
+    queries, rotated = heads * config.head_dim, config.rotary_width
+    keys_and_values = heads * (config.head_dim - rotated + latent.value_dim)
+    down = functools.partial(linear, inputs, axes=("embed", None), bias=bias)
+    up_axes = (None, "heads")
+    output_bias = bias and config.attention.output_bias
+    table: dict[str, Any] = {
+        "kv_down": down(latent.kv_rank + rotated),
+        "kv_latent_norm": norm_table(config, latent.kv_rank),
+        "kv_up": linear(latent.kv_rank, keys_and_values, axes=up_axes),
+        "output": linear(
+            *(heads * latent.value_dim, config.hidden_size),
+            axes=("heads", "embed"),
+            bias=output_bias,
+        ),
+    }
+    if latent.query_rank is None:
+        return {**table, "query": linear(inputs, queries, axes=("embed", "heads"))}
+    return {
+        **table,
+        "query_down": down(latent.query_rank),
+        "query_latent_norm": norm_table(config, latent.query_rank),
+        "query_up": linear(latent.query_rank, queries, axes=up_axes),
+    }
 
 
 def norm_table(

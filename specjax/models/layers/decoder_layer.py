@@ -25,6 +25,9 @@ from specjax.models.layers.quantized import QuantizedKernel
 from specjax.models.layers.rope import attention_factor, frequencies
 
 Rotation = tuple[Float[Array, "B T 1 R2"], Float[Array, "B T 1 R2"]]
+Heads = tuple[Float[Array, "B T H C"], Float[Array, "B T G C"], Float[Array, "B T G C"]]
+_LATENT_EPSILON = 1e-6
+"""The epsilon of the norms of latents, whatever that of the model is."""
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": nn.silu,
     "gelu_tanh": functools.partial(nn.gelu, approximate=True),
@@ -93,12 +96,25 @@ class DecoderLayer:
         rotation: Rotation | None,
         copies: int,
     ) -> tuple[Float[Array, "B G X C"], Float[Array, "B T G C"], Float[Array, "B T G C"]]:
-        """Return the queries, the keys and the values of `h`; one product computes them all.
+        """Return the queries, the keys and the values of `h`.
 
         Queries are grouped by the key head that they share. `attention` has the parameters of the
         projection, `rotation` are the cosines and sines of the positions, and each key and value
         head is repeated `copies` times.
         """
+        config = self.config
+        if config.attention.latent is not None:
+            query, key, value = self._latent_heads(h, attention, rotation)
+        else:
+            query, key, value = self._projected_heads(h, attention, rotation)
+        key, value = (self._split(_copied(heads, copies), "kv_heads") for heads in (key, value))
+        scale = config.attention.query_scale
+        return group_queries(self._split(query, "heads"), key.shape[2], scale), key, value
+
+    def _projected_heads(
+        self, h: Float[Array, "B T Din"], attention: dict[str, Any], rotation: Rotation | None
+    ) -> Heads:
+        """Return queries, keys and values, computed by one product; see `heads`."""
         config, (batch, tokens) = self.config, h.shape[:2]
         heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_dim
         y = self.project("btd,dn->btn", h, attention["qkv"])
@@ -112,9 +128,45 @@ class DecoderLayer:
             query, key = self._normed_heads(query, key, attention["qk_norm"]["scale"])
         if rotation is not None:
             query, key = rotate(query, *rotation), rotate(key, *rotation)
-        key, value = (self._split(_copied(heads, copies), "kv_heads") for heads in (key, value))
-        scale = config.attention.query_scale
-        return group_queries(self._split(query, "heads"), key.shape[2], scale), key, value
+        return query, key, value
+
+    def _latent_heads(
+        self, h: Float[Array, "B T Din"], attention: dict[str, Any], rotation: Rotation | None
+    ) -> Heads:
+        """Return queries, keys and values of latent attention; see `heads`.
+
+        Of each head's dimensions the rotated ones come first, and last in the projections.
+        """
+        config, latent = self.config, self.config.attention.latent
+        assert latent is not None
+        assert rotation is not None
+        rest = config.head_dim - config.rotary_width
+
+        def of_heads(x: jax.Array, name: str) -> Float[Array, "B T H N"]:
+            y = _as_multiplied(self.project("btd,dn->btn", x, attention[name]))
+            return y.reshape(*y.shape[:2], config.num_heads, -1)
+
+        def normed(x: jax.Array, name: str) -> jax.Array:
+            return rms_norm(x, attention[name]["scale"], _LATENT_EPSILON)
+
+        def rotated(x: jax.Array) -> jax.Array:
+            if latent.paired:
+                x = x.reshape(*x.shape[:-1], -1, 2).swapaxes(-1, -2).reshape(x.shape)
+            return rotate(x, *rotation)
+
+        if latent.query_rank is None:
+            query = of_heads(h, "query")
+        else:
+            low = self.whole(self.project("btd,dn->btn", h, attention["query_down"]))
+            query = of_heads(normed(low, "query_latent_norm"), "query_up")
+        low = self.whole(self.project("btd,dn->btn", h, attention["kv_down"]))
+        both = of_heads(normed(low[..., : latent.kv_rank], "kv_latent_norm"), "kv_up")
+        shared = rotated(low[:, :, None, latent.kv_rank :])
+        shared = jnp.broadcast_to(shared, (*both.shape[:3], config.rotary_width))
+        query = jnp.concatenate([rotated(query[..., rest:]), query[..., :rest]], axis=-1)
+        key = jnp.concatenate([shared, both[..., :rest]], axis=-1)
+        padding = ((0, 0), (0, 0), (0, 0), (0, config.head_dim - latent.value_dim))
+        return query, key, jnp.pad(both[..., rest:], padding)
 
     def _normed_heads(
         self,
@@ -146,6 +198,8 @@ class DecoderLayer:
         if "sinks" in attention:
             mixed = with_sinks(mixed, attention["sinks"])
         out = ungroup(mixed.weighted / mixed.denominator, x.shape[1]).astype(x.dtype)
+        if (latent := self.config.attention.latent) is not None:
+            out = out[..., : latent.value_dim]
         out = out.reshape(*x.shape[:2], -1)
         out = self.project("btn,nd->btd", out, attention["output"])
         return self._add(x, out, weights, "after_attention_norm")

@@ -95,7 +95,7 @@ def route(h: Float[Array, "N D"], router: dict[str, Any], config: Experts) -> Ro
 def _best_groups(choice: Float[Array, "N E"], config: Experts) -> Float[Array, "N E"]:
     """Return the scores, with -inf for experts outside each token's best groups."""
     grouped = choice.reshape(len(choice), config.groups, -1)
-    of_groups = lax.top_k(grouped, 2)[0].sum(axis=-1)
+    of_groups = lax.top_k(grouped, config.group_scores)[0].sum(axis=-1)
     _, best = lax.top_k(of_groups, config.groups_per_token)
     kept = jax.nn.one_hot(best, config.groups, dtype=bool).any(axis=1)
     return jnp.where(kept[:, :, None], grouped, -jnp.inf).reshape(choice.shape)

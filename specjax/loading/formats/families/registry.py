@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from specjax.errors import InputError, shown
+from specjax.loading.formats.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from specjax.loading.formats.families.gemma import GEMMA2, GEMMA3
 from specjax.loading.formats.families.glm import GLM4, GLM4_MOE
 from specjax.loading.formats.families.gpt2 import GPT2
@@ -39,13 +40,15 @@ FAMILIES: dict[str, Family] = {
         PHI3,
         GRANITE,
         GPT_OSS,
+        DEEPSEEK_V2,
+        DEEPSEEK_V3,
     )
 }
 TEXT_PARTS: dict[str, TextPart] = {part.model_type: part for part in (GEMMA3_PART, MISTRAL3_PART)}
 """The multimodal models whose text part is read, by `model_type`."""
 _REFUSED = {
-    "deepseek_v3": "multi-head latent attention",
     "qwen3_next": "linear attention",
+    "deepseek_v32": "sparse attention",
     "phi3small": "blocksparse attention",
     "phimoe": "a router that masks experts by their distance",
     "ministral3": "queries scaled by their position",
