@@ -132,6 +132,24 @@ def test_chunks_of_a_prompt_do_not_matter(name):
         assert_near(after.logits, name, slice(HALF, None))
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def trained_logits(decoder, params, tokens):
+    positions = jnp.broadcast_to(jnp.arange(TOKENS), tokens.shape)
+    parts = (tokens, positions, None, None, jnp.int32(0), causal(TOKENS))
+    return decoder.extend(params, *parts).logits
+
+
+UNUSUAL = ("gpt_oss", "deepseek_v2", "deepseek_v3")
+
+
+@pytest.mark.parametrize(
+    "name", [*UNUSUAL, *slow(*(name for name in NAMES if name not in UNUSUAL))]
+)
+def test_training_computes_the_same(name):
+    model, tokens = model_of(name), jnp.asarray(golden(name)["tokens"])
+    assert_near(trained_logits(model.architecture, model.params, tokens), name)
+
+
 def decoded(model, prompts, drafter=None, tokens=24, **options):
     """Tokens of each prompt."""
     if drafter is not None:

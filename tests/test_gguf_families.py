@@ -92,6 +92,17 @@ CONFIGS = {
         "norm": Norm(after=True, before=False),
         "attention": Attention(qk_norm=True, qk_norm_over="projection"),
     },
+    "olmo3": {
+        "norm": Norm(after=True, before=False),
+        "attention": Attention(qk_norm=True, qk_norm_over="projection"),
+        "sliding_window": SlidingWindow(7, (True, True, False), 500.0),
+        "rope_scaling": RopeScaling(
+            "yarn",
+            factor=4.0,
+            original_max_positions=32,
+            attention_factor=yarn_attention_factor(4.0),
+        ),
+    },
     "granite": {
         "embedding": Embedding(scale=12.0),
         "attention": Attention(query_scale=0.015625),
@@ -149,6 +160,14 @@ KEYS = {
     "phi3": {
         "rope.dimension_count": np.uint32(6),
         "attention.sliding_window": np.uint32(7),
+    },
+    "olmo3": {
+        "attention.sliding_window": np.uint32(7),
+        "attention.sliding_window_pattern": [True, True, False, True],
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": np.float32(4),
+        "rope.scaling.original_context_length": np.uint32(32),
+        "rope.scaling.yarn_attn_factor": np.float32(yarn_attention_factor(4.0)),
     },
     "granite": {
         "embedding_scale": np.float32(12),
@@ -469,7 +488,18 @@ def u32(name, value):
         ("mixtral", {"expert_count": None}, "unexpected: blk.0.ffn_down_exps.weight"),
         ("mixtral", u32("expert_count", 4), "mis-shaped"),
         ("mixtral", {"expert_weights_scale": np.float32(2)}, "is unknown"),
-        ("olmo2", u32("attention.sliding_window", 7), "window=7: is not supported; only 0 is"),
+        (
+            "olmo3",
+            {"attention.sliding_window_pattern": [True, False]},
+            "must be a list with an entry for 4 layers",
+        ),
+        ("olmo3", u32("attention.sliding_window", 0), "unknown (1 such in all: attention.sliding"),
+        (
+            "olmo3",
+            {"rope.scaling.yarn_attn_factor": np.float32(3)},
+            "yarn_attn_factor=3.0: is not supported; only 1.0 or 1.1386294 is",
+        ),
+        ("gpt_oss", u32("expert_feed_forward_length", 32), "mis-shaped: blk.0.ffn_down_exps."),
         ("smollm3", u32("attention.sliding_window", 7), "window=7: is not supported; only 0 is"),
         ("granite", {"rope.scaling.finetuned": False}, "finetuned=False: is not supported"),
         ("qwen3_moe", u32("expert_gating_func", 2), "gating_func=2: is not supported; only 1 is"),

@@ -50,15 +50,16 @@ class MtpLayout:
 class GgufLayout:
     """The architecture name and tensors of a family in GGUF files.
 
-    `fixed` are metadata fields with a single valid value. If families share an architecture, the
-    family with `experts` reads the files that have some. Without `mtp`, files have no multi-token
-    prediction modules.
+    `fixed` are metadata fields with a single valid value. If families share an architecture, those
+    with `experts` or sliding `windows` read the files that have some. Without `mtp`, files have no
+    multi-token prediction modules.
     """
 
     architecture: str
     tensors: tuple[TensorEntry, ...]
     fixed: Mapping[str, Any] = field(default_factory=dict)
     experts: bool = False
+    windows: bool = False
     mtp: MtpLayout | None = None
 
 

@@ -38,9 +38,15 @@ def family_of(file: GgufFile) -> Family:
             f"{file.path}: general.architecture={shown(name)} is not supported; "
             f"use a GGUF of the architecture {known}"
         )
-    experts = GgufFields(file, name).integer("expert_count", 0) > 0
-    fitting = [family for family in families if family.gguf.experts == experts]
-    return (fitting or families)[0]
+    fields = GgufFields(file, name)
+    experts = fields.integer("expert_count", 0) > 0
+    windows = fields.integer("attention.sliding_window", 0) > 0
+
+    def fit(family: Family) -> tuple[bool, bool]:
+        assert family.gguf is not None
+        return family.gguf.experts == experts, family.gguf.windows == windows
+
+    return max(families, key=fit)
 
 
 def embedding_rows(file: GgufFile) -> int | None:

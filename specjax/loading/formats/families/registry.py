@@ -47,6 +47,8 @@ FAMILIES: dict[str, Family] = {
 TEXT_PARTS: dict[str, TextPart] = {part.model_type: part for part in (GEMMA3_PART, MISTRAL3_PART)}
 """The multimodal models whose text part is read, by `model_type`."""
 _REFUSED = {
+    "gemma4": "heads of two widths, and inputs for each layer",
+    "gemma4_text": "heads of two widths, and inputs for each layer",
     "qwen3_next": "linear attention",
     "deepseek_v32": "sparse attention",
     "phi3small": "blocksparse attention",
