@@ -19,12 +19,14 @@ BYTES = "U8"
 """The type of both tensors in the header of a safetensors file."""
 KIND = "MXFP4"
 _BLOCKS, _SCALES = "_blocks", "_scales"
-_GROUP, _BIAS = 32, 127
+_GROUP = 32
 
 _POSITIVE = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _NUMBERS = np.concatenate([_POSITIVE, -_POSITIVE])
 _PAIRS = np.stack([np.tile(_NUMBERS, 16), np.repeat(_NUMBERS, 16)], axis=1)
 """The two numbers in each byte; the first is in the lower bits."""
+_POWERS = np.append(np.exp2(np.arange(-127, 128, dtype=np.float32)), np.float32(np.nan))
+"""The factor for each scale; the last one means no number."""
 
 
 def with_kernels(source: str, stored: Iterable[StoredTensor]) -> list[StoredTensor]:
@@ -83,5 +85,4 @@ def dequantised(
 ) -> Float32[np.ndarray, "*N inputs"]:
     """Return the numbers of some groups, 32 in each."""
     numbers = _PAIRS[blocks].reshape(*scales.shape, _GROUP)
-    exponents = scales.astype(np.int32) - _BIAS
-    return np.ldexp(numbers, exponents[..., None]).reshape(*scales.shape[:-1], -1)
+    return (numbers * _POWERS[scales][..., None]).reshape(*scales.shape[:-1], -1)
