@@ -25,7 +25,7 @@ _POSITIVE = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _NUMBERS = np.concatenate([_POSITIVE, -_POSITIVE])
 _PAIRS = np.stack([np.tile(_NUMBERS, 16), np.repeat(_NUMBERS, 16)], axis=1)
 """The two numbers in each byte; the first is in the lower bits."""
-_POWERS = np.append(np.exp2(np.arange(-127, 128, dtype=np.float32)), np.float32(np.nan))
+_POWERS = np.append(np.ldexp(np.float32(1), np.arange(-127, 128)), np.float32(np.nan))
 """The factor for each scale; the last one means no number."""
 
 
