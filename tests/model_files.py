@@ -29,7 +29,8 @@ WEIGHTS = "model.safetensors"
 def edit_json(path, **fields):
     """Merge fields into a JSON file; None removes a field."""
     content = json.loads(path.read_text()) | fields
-    path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+    removed = {key for key, value in fields.items() if value is None}
+    path.write_text(json.dumps({key: content[key] for key in content if key not in removed}))
 
 
 def edit_tensors(path, change):
@@ -140,6 +141,10 @@ def gguf_converted(tensors, architecture, config):
             experts.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = value
         else:
             whole[name.replace("e_score_correction_bias", "e_score_correction.bias")] = value
+    for name in [name for name in whole if "experts.gate_up_proj" in name]:
+        value = whole.pop(name)
+        whole[name.replace("gate_up_proj", "gate_proj")] = value[..., 0::2]
+        whole[name.replace("gate_up_proj", "up_proj")] = value[..., 1::2]
     for name, parts in experts.items():
         whole[name] = np.stack([parts[expert] for expert in range(len(parts))])
     found = {}
@@ -153,6 +158,11 @@ def gguf_converted(tensors, architecture, config):
             # Of each head the rows 0, C/2, 1, C/2 + 1, ...
             halves = value.reshape(-1, 2, config.head_dim // 2, value.shape[-1])
             value = halves.swapaxes(1, 2).reshape(value.shape)
+        if architecture == "gpt-oss" and ".experts." in name:
+            name = name.replace("_bias", ".bias") if name.endswith("_bias") else f"{name}.weight"
+            value = np.swapaxes(value, 1, 2) if value.ndim == 3 else value
+        elif name.endswith(".sinks"):
+            name += ".weight"
         found[names.get_name(name, try_suffixes=(".weight", ".bias"))] = value
     return found
 

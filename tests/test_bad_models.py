@@ -25,7 +25,6 @@ from specjax.loading.tokenizers.huggingface_tokenizer import read_tokenizer
 
 LLAMA_CONFIGS = [
     ({"model_type": "mamba"}, "model_type='mamba' is not supported; use a model of the type 'll"),
-    ({"model_type": "deepseek_v3"}, "is not supported: it has multi-head latent attention"),
     ({"model_type": "qwen3_next"}, "is not supported: it has linear attention"),
     ({"model_type": ["qwen3"]}, "model_type=['qwen3'] is not supported"),
     ({"surprise": 1}, "surprise=1: is unknown"),
@@ -131,6 +130,22 @@ FAMILY_CONFIGS = [
         for name in ("qwen3", "glm4", "gemma3_text")
     ),
     ("glm4_moe", {"num_nextn_predict_layers": 0}, "belongs to an MTP layer"),
+    ("gpt_oss", {"swiglu_limit": 0}, "mlp.limit=0.0: must be a positive number"),
+    ("gpt_oss", {"swiglu_alpha": 2.0}, "swiglu_alpha=2.0: is not supported; only 1.702 is"),
+    ("gpt_oss", {"initial_context_length": 64}, "initial_context_length=64: is not supported"),
+    ("gpt_oss", {"quantization_config": {"quant_method": "fp8"}}, "quant_method='fp8': is not"),
+    ("gpt_oss", {"num_local_experts": 5}, "mis-shaped: model.layers."),
+    ("deepseek_v3", {"v_head_dim": 20}, "attention.latent.value_dim=20: must be a whole number"),
+    ("deepseek_v3", {"qk_nope_head_dim": 0}, "qk_nope_head_dim=0: must be"),
+    ("deepseek_v3", {"num_key_value_heads": 1}, "num_key_value_heads=1: is not supported; only 4"),
+    ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax': is not supported"),
+    ("deepseek_v3", {"topk_method": "greedy"}, "topk_method='greedy': is not supported"),
+    ("deepseek_v3", {"rope_interleave": "no"}, "rope_interleave='no': must be true or false"),
+    ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config="),
+    ("deepseek_v3", {"n_group": 8}, "a group must have at least 2 experts"),
+    ("deepseek_v3", {"q_lora_rank": 16}, "mis-shaped: model.layers."),
+    ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method='noaux_tc': is not supported"),
+    ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob=True: is not supported"),
     ("mimo", {"num_nextn_predict_layers": 2}, "missing: model.mtp_layers.1"),
     ("glm4_moe", {"mtp_num_hidden_layers": 3}, "mtp_num_hidden_layers=3: disagrees with num_next"),
 ]

@@ -116,6 +116,40 @@ def test_logits_equal_those_of_transformers(name):
         assert_near(out.logits, name, slice(position, position + 1))
 
 
+fill = jax.jit(prefill, static_argnums=(0, 5))
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", *slow(*(name for name in NAMES if name != "gpt_oss"))])
+def test_chunks_of_a_prompt_do_not_matter(name):
+    """One token at a time, seven, and more than a chunk of the prompt."""
+    model, tokens = model_of(name), golden(name)["tokens"]
+    decoder, lengths = model.architecture, jnp.full(len(tokens), HALF, jnp.int32)
+    for chunk in (1, 7, 64):
+        cache = decoder.make_cache(len(tokens), 256)
+        prompt = jnp.asarray(tokens[:, :HALF])
+        cache, _ = fill(decoder, model.params, prompt, lengths, cache, (chunk,))
+        after, _ = at_once(model, tokens[:, HALF:], HALF, cache)
+        assert_near(after.logits, name, slice(HALF, None))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def trained_logits(decoder, params, tokens):
+    positions = jnp.broadcast_to(jnp.arange(TOKENS), tokens.shape)
+    parts = (tokens, positions, None, None, jnp.int32(0), causal(TOKENS))
+    return decoder.extend(params, *parts).logits
+
+
+UNUSUAL = ("gpt_oss", "deepseek_v2", "deepseek_v3")
+
+
+@pytest.mark.parametrize(
+    "name", [*UNUSUAL, *slow(*(name for name in NAMES if name not in UNUSUAL))]
+)
+def test_training_computes_the_same(name):
+    model, tokens = model_of(name), jnp.asarray(golden(name)["tokens"])
+    assert_near(trained_logits(model.architecture, model.params, tokens), name)
+
+
 def decoded(model, prompts, drafter=None, tokens=24, **options):
     """Tokens of each prompt."""
     if drafter is not None:
@@ -228,7 +262,7 @@ def test_each_family_in_bfloat16(name):
 OTHER_FORMS = slow("gemma2", "gpt2", "glm4", "qwen2", "smollm3", "olmo3", "granite")
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", *OTHER_FORMS])
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "deepseek_v3", *OTHER_FORMS])
 def test_other_forms_compute_the_same(name):
     """However layers lie, all rows at once, and the kernel, which some layers lack."""
     tokens = golden(name)["tokens"]
@@ -238,6 +272,8 @@ def test_other_forms_compute_the_same(name):
         {"layers": "unrolled", "cache_attention": "kernel"},
         {"cache_attention": "blocks"},
     ):
+        if form.get("layers") == "apart" and model_of(name).config.experts is not None:
+            continue
         model = model_of(name, **form)
         _, cache = at_once(model, tokens[:, :HALF])
         out, _ = at_once(model, tokens[:, HALF:], HALF, cache)
@@ -267,10 +303,9 @@ def test_blocks_that_are_too_old_are_not_needed():
     decoder = model.architecture
     positions = jnp.broadcast_to(jnp.arange(600), tokens.shape)
     whole = extend(decoder, model.params, tokens, positions, None, None, jnp.int32(0), causal(600))
-    program = jax.jit(prefill, static_argnums=(0, 5))
     lengths = jnp.array([590, 300], jnp.int32)
     cache = decoder.make_cache(2, 768)
-    cache, _ = program(decoder, model.params, jnp.asarray(tokens), lengths, cache, (64,))
+    cache, _ = fill(decoder, model.params, jnp.asarray(tokens), lengths, cache, (64,))
     rows = np.asarray(lengths)[:, None] + np.arange(5)
     out = extend(
         decoder,
@@ -311,6 +346,9 @@ def test_blocks_that_are_too_old_are_not_needed():
         ("olmo3", 1e-5),
         ("phi3", 1e-5),
         ("granite", 1e-6),
+        ("gpt_oss", 1e-5),
+        ("deepseek_v2", 1e-6),
+        ("deepseek_v3", 1e-6),
     ],
 )
 def test_an_epsilon_that_is_not_stated_is_transformers_own(name, value, tmp_path):
@@ -412,6 +450,32 @@ OLMO3 = {
         "original_max_position_embeddings": 32,
     },
 }
+GPT_OSS = {
+    "rope_theta": 1000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "truncate": False,
+    },
+    "initial_context_length": 32,
+    "swiglu_alpha": None,
+}
+DEEPSEEK = {
+    "rope_theta": 1000.0,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 4.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.7,
+        "original_max_position_embeddings": 32,
+    },
+    "head_dim": None,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "moe_layer_freq": 1,
+    "ep_size": 1,
+}
 PHI3 = {
     "rope_theta": 1000.0,
     "partial_rotary_factor": 0.5,
@@ -436,6 +500,8 @@ PHI3 = {
         ("families/smollm3", {"rope_theta": 1000.0}),
         ("families/olmo3", OLMO3),
         ("families/phi3", PHI3),
+        ("families/gpt_oss", GPT_OSS),
+        ("families/deepseek_v3", DEEPSEEK),
     ],
 )
 def test_the_fields_of_transformers_4_mean_the_same(tmp_path, source, old):

@@ -20,6 +20,7 @@ from specjax.distributed import sharding
 from specjax.errors import InputError
 from specjax.loading.formats import mtp_layers, parameter_names, tensor_layout
 from specjax.loading.formats.families import registry
+from specjax.loading.formats.huggingface_rope import yarn_attention_factor
 from specjax.loading.load import load_model, random_model, save_model
 from specjax.loading.quantize import float_model, is_quantized
 from specjax.models.config import (
@@ -91,6 +92,17 @@ CONFIGS = {
         "norm": Norm(after=True, before=False),
         "attention": Attention(qk_norm=True, qk_norm_over="projection"),
     },
+    "olmo3": {
+        "norm": Norm(after=True, before=False),
+        "attention": Attention(qk_norm=True, qk_norm_over="projection"),
+        "sliding_window": SlidingWindow(7, (True, True, False), 500.0),
+        "rope_scaling": RopeScaling(
+            "yarn",
+            factor=4.0,
+            original_max_positions=32,
+            attention_factor=yarn_attention_factor(4.0),
+        ),
+    },
     "granite": {
         "embedding": Embedding(scale=12.0),
         "attention": Attention(query_scale=0.015625),
@@ -99,6 +111,20 @@ CONFIGS = {
     },
     "phi3": {"attention": Attention(rotary_width=6), "sliding_window": SlidingWindow(7)},
     "mixtral": {"experts": Experts(5, 2, 40)},
+    "gpt_oss": {
+        "attention_bias": True,
+        "attention": Attention(sink_logits=True),
+        "sliding_window": SlidingWindow(7, (True, False)),
+        "mlp": Mlp("gelu_sigmoid", limit=7.0, offset=1),
+        "experts": Experts(5, 2, 40, bias=True),
+        "rope_scaling": RopeScaling(
+            "yarn",
+            factor=4.0,
+            original_max_positions=32,
+            attention_factor=yarn_attention_factor(4.0),
+            truncate=False,
+        ),
+    },
     "qwen3_moe": {"attention": Attention(qk_norm=True), "experts": Experts(6, 3, 8)},
     "glm4_moe": {
         "attention_bias": True,
@@ -135,6 +161,14 @@ KEYS = {
         "rope.dimension_count": np.uint32(6),
         "attention.sliding_window": np.uint32(7),
     },
+    "olmo3": {
+        "attention.sliding_window": np.uint32(7),
+        "attention.sliding_window_pattern": [True, True, False, True],
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": np.float32(4),
+        "rope.scaling.original_context_length": np.uint32(32),
+        "rope.scaling.yarn_attn_factor": np.float32(yarn_attention_factor(4.0)),
+    },
     "granite": {
         "embedding_scale": np.float32(12),
         "attention.scale": np.float32(0.015625),
@@ -142,6 +176,15 @@ KEYS = {
         "logit_scale": np.float32(8),
     },
     "mixtral": {"expert_count": np.uint32(5), "expert_used_count": np.uint32(2)},
+    "gpt_oss": {
+        "attention.sliding_window": np.uint32(7),
+        "expert_count": np.uint32(5),
+        "expert_used_count": np.uint32(2),
+        "expert_feed_forward_length": np.uint32(40),
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": np.float32(4),
+        "rope.scaling.original_context_length": np.uint32(32),
+    },
     "qwen3_moe": {
         "expert_count": np.uint32(6),
         "expert_used_count": np.uint32(3),
@@ -445,7 +488,18 @@ def u32(name, value):
         ("mixtral", {"expert_count": None}, "unexpected: blk.0.ffn_down_exps.weight"),
         ("mixtral", u32("expert_count", 4), "mis-shaped"),
         ("mixtral", {"expert_weights_scale": np.float32(2)}, "is unknown"),
-        ("olmo2", u32("attention.sliding_window", 7), "window=7: is not supported; only 0 is"),
+        (
+            "olmo3",
+            {"attention.sliding_window_pattern": [True, False]},
+            "must be a list with an entry for 4 layers",
+        ),
+        ("olmo3", u32("attention.sliding_window", 0), "unknown (1 such in all: attention.sliding"),
+        (
+            "olmo3",
+            {"rope.scaling.yarn_attn_factor": np.float32(3)},
+            "yarn_attn_factor=3.0: is not supported; only 1.0 or 1.1386294 is",
+        ),
+        ("gpt_oss", u32("expert_feed_forward_length", 32), "mis-shaped: blk.0.ffn_down_exps."),
         ("smollm3", u32("attention.sliding_window", 7), "window=7: is not supported; only 0 is"),
         ("granite", {"rope.scaling.finetuned": False}, "finetuned=False: is not supported"),
         ("qwen3_moe", u32("expert_gating_func", 2), "gating_func=2: is not supported; only 1 is"),

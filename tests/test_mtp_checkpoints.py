@@ -21,7 +21,7 @@ from specjax.methods.mtp import own_modules
 from specjax.models.mtp import Mtp
 
 FAMILIES = GOLDENS / "families"
-NAMES = ("glm4_moe", "mimo")
+NAMES = ("glm4_moe", "mimo", "deepseek_v3")
 
 
 @pytest.fixture(params=NAMES, scope="module")

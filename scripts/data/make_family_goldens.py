@@ -28,7 +28,12 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Mxfp4Config,
+)
 
 GOLDENS = Path(__file__).parents[2] / "tests" / "goldens"
 ROWS, TOKENS, GREEDY = 2, 40, 24
@@ -73,6 +78,18 @@ VISION = {
     "patch_size": 4,
 }
 GEMMA = SIZES | {"head_dim": 12, "query_pre_attn_scalar": 10, "sliding_window": 7}
+LATENT = SIZES | {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "qk_rope_head_dim": 6,
+    "qk_nope_head_dim": 10,
+    "v_head_dim": 12,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 12,
+    "num_experts_per_tok": 2,
+    "routed_scaling_factor": 1.7,
+}
 SLIDING, FULL = "sliding_attention", "full_attention"
 FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": SIZES | {"rope_parameters": ROPE, "head_dim": 12, "sliding_window": 9},
@@ -186,6 +203,35 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "logits_scaling": 1.7,
         "tie_word_embeddings": True,
     },
+    "gpt_oss": SIZES
+    | {
+        "intermediate_size": 32,
+        "head_dim": 16,
+        "rope_parameters": YARN | {"truncate": False},
+        "sliding_window": 7,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "swiglu_limit": 1.5,
+    },
+    "deepseek_v2": LATENT
+    | {
+        "q_lora_rank": None,
+        "rope_parameters": ROPE,
+        "topk_method": "group_limited_greedy",
+        "n_routed_experts": 6,
+        "n_group": 3,
+        "topk_group": 2,
+    },
+    "deepseek_v3": LATENT
+    | {
+        "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
+        "q_lora_rank": 20,
+        "n_routed_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "norm_topk_prob": True,
+        "num_nextn_predict_layers": 1,
+    },
 }
 LINEAR_LAYER = "linear_attention"
 MAMBA = {
@@ -291,6 +337,7 @@ FAMILIES |= {
     },
 }
 RECURRENT = ("qwen3_5_text", "qwen3_5", "lfm2", "granitemoehybrid", "bamba", "nemotron_h")
+WITH_MODULES = ("glm4_moe", "mimo", "deepseek_v3")
 WRITTEN_AS = {"mimo": "qwen2"}
 """Families that transformers lacks, each with a family that has the same decoder."""
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -301,9 +348,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "topk_group": 1,
         "num_nextn_predict_layers": 1,
     },
+    "deepseek_v2": {"num_hidden_layers": 2, "topk_method": "greedy", "q_lora_rank": 20},
+    "deepseek_v3": {
+        "num_hidden_layers": 2,
+        "rope_interleave": False,
+        "attention_bias": True,
+        "rope_parameters": ROPE,
+        "q_lora_rank": None,
+        "num_nextn_predict_layers": 0,
+    },
+    "gpt_oss": {"num_hidden_layers": 2, "quantization_config": {"quant_method": "mxfp4"}},
 }
-"""Changes of families' settings: router scores divided by their sum; a choice among all experts;
-and an announced module whose tensors transformers does not write, as when it saves GLM-4.5.
+"""Changes of families' settings: router scores divided by their sum; a choice among all experts,
+and an announced module whose tensors transformers does not write, as when it saves GLM-4.5; queries
+with and without a latent, and rotated halves; and experts in MXFP4.
 """
 DRAFTS = 3
 
@@ -417,6 +475,27 @@ def add_module(folder: Path, name: str, module: Module, model: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
+def store_mxfp4(folder: Path, quantization: dict[str, Any]) -> None:
+    """Round the experts of a saved checkpoint to MXFP4, and store them as gpt-oss has them."""
+    path, tensors = folder / "model.safetensors", {}
+    numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    numbers = torch.cat([numbers, -numbers])
+    for name, value in load_file(path).items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            tensors[name] = value
+            continue
+        rows = value.float().transpose(1, 2)
+        groups = rows.reshape(*rows.shape[:2], -1, 32)
+        exponents = groups.abs().amax(-1, keepdim=True).log2().floor() - 2
+        codes = (torch.ldexp(groups, -exponents)[..., None] - numbers).abs().argmin(-1)
+        tensors[f"{name}_blocks"] = (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)
+        tensors[f"{name}_scales"] = (exponents[..., 0] + 127).to(torch.uint8)
+    save_file(tensors, path, {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = quantization
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
 def randomise(model: Any) -> None:
     """Give a model random weights with a spread at which every part matters."""
     family = model.config.model_type
@@ -439,12 +518,16 @@ def randomise(model: Any) -> None:
             elif "embed_tokens" in parts or "wte" in parts:
                 value.copy_(noise * value.shape[-1] ** -0.5)
             else:
-                inputs = value.shape[0 if model.config.model_type == "gpt2" else -1]
+                is_transposed = value.ndim == 3 and model.config.model_type == "gpt_oss"
+                is_transposed |= model.config.model_type == "gpt2"
+                inputs = value.shape[-2 if is_transposed else -1]
                 value.copy_(1.5 * noise * inputs**-0.5)
 
 
 def write(name: str, folder: Path, settings: dict[str, Any], module: bool) -> None:
     """Save one model and its outputs, using the first seed whose greedy choices are clear."""
+    settings = dict(settings)
+    quantization = settings.pop("quantization_config", None)
     for seed in range(50):
         shutil.rmtree(folder, ignore_errors=True)
         torch.manual_seed(seed)
@@ -454,9 +537,15 @@ def write(name: str, folder: Path, settings: dict[str, Any], module: bool) -> No
         model = classes.from_config(config)
         randomise(model)
         model.to(torch.bfloat16).save_pretrained(folder)
+        options = {}
+        if quantization is not None:
+            store_mxfp4(folder, quantization)
+            options["quantization_config"] = Mxfp4Config(dequantize=True)
         # In float32 transformers' chunked recurrences are wrong in the fourth digit.
         exact = torch.float64 if name in RECURRENT else torch.float32
-        model = classes.from_pretrained(folder, dtype=exact, attn_implementation="eager").eval()
+        model = classes.from_pretrained(
+            folder, dtype=exact, attn_implementation="eager", **options
+        ).eval()
         outputs = {}
         if module:
             drafting = Module(name, model)
@@ -500,7 +589,7 @@ def main() -> None:
     parser.add_argument("families", nargs="*", metavar="FAMILY", help=", ".join(FAMILIES))
     for name in parser.parse_args().families or FAMILIES:
         settings = FAMILIES[name]
-        write(name, GOLDENS / "families" / name, settings, name in ("glm4_moe", "mimo"))
+        write(name, GOLDENS / "families" / name, settings, name in WITH_MODULES)
         if name in VARIANTS:
             write(name, GOLDENS / "variants" / name, settings | VARIANTS[name], False)
 

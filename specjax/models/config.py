@@ -73,6 +73,23 @@ class Norm:
 
 
 @dataclass(frozen=True)
+class Latent:
+    """The low-rank projections of latent attention (DeepSeek-V2: 2405.04434, section 2.1).
+
+    Keys and values of all heads are projected from a vector of `kv_rank` numbers, after an RMS
+    norm, and queries likewise from one of `query_rank`, or directly if that is None. The rotated
+    dimensions of keys are projected from the layer's input instead, and all heads have the same.
+    Values have `value_dim` dimensions, and are padded to C in caches. With `paired`, rotated
+    dimensions are pairs of neighbours instead of half-split.
+    """
+
+    kv_rank: int
+    query_rank: int | None = None
+    value_dim: int = 128
+    paired: bool = True
+
+
+@dataclass(frozen=True)
 class Attention:
     """The properties of attention in which model families differ.
 
@@ -82,7 +99,10 @@ class Attention:
     `softcap` limits scores to c tanh(score/c). `rotary_width` is the number of leading dimensions
     of a head that are rotated: None for all, 0 for none. `unrotated` marks layers without rotation,
     and repeats over the layers (SmolLM3). With `gated` the projection of queries also has a gate
-    per head, whose sigmoids multiply the head's result (Qwen3-Next).
+    per head, whose sigmoids multiply the head's result (Qwen3-Next). With `sink_logits` each query
+    head has a learned logit that adds to the denominator of its softmax (gpt-oss). `latent` are the
+    low-rank projections of latent attention, or None; biases are then those of projections of the
+    layer's input, except direct ones of queries, and of the output.
     """
 
     output_bias: bool = True
@@ -93,6 +113,8 @@ class Attention:
     rotary_width: int | None = None
     unrotated: tuple[bool, ...] = (False,)
     gated: bool = False
+    sink_logits: bool = False
+    latent: Latent | None = None
 
 
 @dataclass(frozen=True)
@@ -119,11 +141,14 @@ class Mlp:
     """The activation of the MLP, and whether a second projection gates it.
 
     `gelu_tanh` is GELU approximated by tanh (GPT-2's `gelu_new`), `gelu` the exact function, and
-    `relu2` the square of ReLU.
+    `relu2` the square of ReLU, and `gelu_sigmoid` x sigmoid(1.702 x). With a `limit` c, the gate is
+    at most c and what it gates within -c and c; to the latter `offset` is added (both gpt-oss).
     """
 
-    activation: Literal["silu", "gelu_tanh", "gelu", "relu2"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "gelu", "relu2", "gelu_sigmoid"] = "silu"
     gated: bool = True
+    limit: float | None = None
+    offset: Literal[0, 1] = 0
 
 
 @dataclass(frozen=True)
@@ -134,8 +159,10 @@ class Experts:
     outputs are weighted by router scores: the `softmax` over all experts or `sigmoid`s, divided by
     their sum with `normalize`, times `scale`. With `selection_bias`, a bias per expert affects the
     selection but not the scores (2408.15664). With `groups`, experts are selected only from the
-    `groups_per_token` groups with the largest sums of their two best scores (2412.19437).
-    `shared_size` is the width of an MLP that is added for every token, or 0.
+    `groups_per_token` groups with the largest sums of their `group_scores` best scores
+    (2412.19437).
+    `shared_size` is the width of an MLP that is added for every token, or 0. With `bias` the router
+    and the experts have biases.
     """
 
     num_experts: int
@@ -147,8 +174,10 @@ class Experts:
     selection_bias: bool = False
     groups: int = 1
     groups_per_token: int = 1
+    group_scores: int = 2
     shared_size: int = 0
     num_dense: int = 0
+    bias: bool = False
 
 
 @dataclass(frozen=True)
@@ -434,19 +463,24 @@ def _check_unused(ids: tuple[int, ...], vocab_size: int) -> None:
         )
 
 
+_ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu2", "gelu_sigmoid")
+
+
 def _check_nested(config: DecoderConfig) -> None:
     """Raise InputError if a value of a nested config is out of range."""
     for field, value, choices in (
         ("norm.kind", config.norm.kind, ("rms", "layer")),
         ("norm.offset", config.norm.offset, (0, 1)),
         ("attention.qk_norm_over", config.attention.qk_norm_over, ("head", "projection")),
-        ("mlp.activation", config.mlp.activation, ("silu", "gelu_tanh", "gelu", "relu2")),
+        ("mlp.activation", config.mlp.activation, _ACTIVATIONS),
+        ("mlp.offset", config.mlp.offset, (0, 1)),
     ):
         if value not in choices:
             raise InputError(f"{field}={shown(value)}: use {' or '.join(map(str, choices))}")
     reals = {
         "attention.query_scale": config.attention.query_scale,
         "attention.softcap": config.attention.softcap,
+        "mlp.limit": config.mlp.limit,
         "residual_scale": config.residual_scale,
         "logit_divisor": config.logit_divisor,
         "logit_softcap": config.logit_softcap,
@@ -468,6 +502,8 @@ def _check_nested(config: DecoderConfig) -> None:
         if value is not None:
             _check_real(field, value)
     _check_mixers(config)
+    if config.attention.latent is not None:
+        _check_latent(config.attention.latent, config)
     if config.experts is not None:
         _check_experts(config.experts)
         total = config.num_layers * config.experts.num_experts
@@ -516,6 +552,22 @@ def _check_mixers(config: DecoderConfig) -> None:
         )
 
 
+def _check_latent(latent: Latent, config: DecoderConfig) -> None:
+    width, rotated, most = config.head_dim, config.rotary_width, _LARGEST["hidden_size"]
+    for field, value, lowest, highest in (
+        ("attention.latent.kv_rank", latent.kv_rank, 1, most),
+        ("attention.latent.query_rank", latent.query_rank or 1, 1, most),
+        ("attention.latent.value_dim", latent.value_dim, 1, width),
+        ("attention.rotary_width", rotated, 2, width - 1),
+        ("num_kv_heads", config.num_kv_heads, config.num_heads, config.num_heads),
+    ):
+        if not lowest <= value <= highest:
+            raise InputError(
+                f"{field}={shown(value)}: must be a whole number from {lowest} to {highest} with "
+                f"latent attention of heads of {width}; repair the config"
+            )
+
+
 def _check_experts(experts: Experts) -> None:
     if experts.router not in ("softmax", "sigmoid"):
         raise InputError(f"experts.router={shown(experts.router)}: use softmax or sigmoid")
@@ -524,6 +576,7 @@ def _check_experts(experts: Experts) -> None:
         ("num_experts", 1, 1 << 12),
         ("groups", 1, experts.num_experts),
         ("groups_per_token", 1, experts.groups),
+        ("group_scores", 1, 2),
         ("per_token", 1, experts.num_experts),
         ("intermediate_size", 1, _LARGEST["intermediate_size"]),
         ("shared_size", 0, _LARGEST["intermediate_size"]),
@@ -545,10 +598,10 @@ def _check_experts(experts: Experts) -> None:
             f"experts.per_token={experts.per_token}: must be at most the {chosen_from} experts of "
             f"groups_per_token={experts.groups_per_token} groups"
         )
-    if experts.groups > 1 and experts.num_experts == experts.groups:
+    if experts.groups > 1 and experts.num_experts < experts.groups * experts.group_scores:
         raise InputError(
-            f"experts.groups={experts.groups}: a group must have at least two experts, whose "
-            "scores are compared"
+            f"experts.groups={experts.groups}: a group must have at least "
+            f"{experts.group_scores} experts, whose scores are compared"
         )
 
 

@@ -7,12 +7,14 @@ from typing import Any
 
 import jax
 
-from specjax.models.config import DecoderConfig, LayerRun
+from specjax.models.config import DecoderConfig, Latent, LayerRun
 from specjax.models.parameters import Parameter
 
 UP_AXES = ("experts", "embed", "mlp")
 DOWN_AXES = ("experts", "mlp", "embed")
 """The logical axes of the experts' kernels, before and after the activation."""
+UP_BIAS_AXES = ("experts", "mlp")
+"""The logical axes of the experts' biases before the activation."""
 
 
 def parameter_table(config: DecoderConfig, scan_layers: bool = True) -> dict[str, Any]:
@@ -67,6 +69,8 @@ def attention_table(config: DecoderConfig, inputs: int) -> dict[str, Any]:
 
     `inputs` is the width of the vectors that queries, keys and values are computed from.
     """
+    if config.attention.latent is not None:
+        return _latent_attention(config, config.attention.latent, inputs)
     heads, kv_heads, bias = config.num_heads, config.num_kv_heads, config.attention_bias
     merged, output_bias = heads * config.head_dim, bias and config.attention.output_bias
     outputs = merged * (1 + config.attention.gated) + 2 * kv_heads * config.head_dim
@@ -79,6 +83,8 @@ def attention_table(config: DecoderConfig, inputs: int) -> dict[str, Any]:
         if config.attention.qk_norm_over == "projection":
             width = merged + kv_heads * config.head_dim, "heads"
         table["qk_norm"] = norm_table(config, *width)
+    if config.attention.sink_logits:
+        table["sinks"] = Parameter((heads,), ("heads",), "zeros")
     return table
 
 
@@ -126,6 +132,34 @@ def _recurrence(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
+def _latent_attention(config: DecoderConfig, latent: Latent, inputs: int) -> dict[str, Any]:
+    """Return the parameters of latent attention; the arguments are those of `attention_table`."""
+    heads, bias = config.num_heads, config.attention_bias
+    queries, rotated = heads * config.head_dim, config.rotary_width
+    keys_and_values = heads * (config.head_dim - rotated + latent.value_dim)
+    down = functools.partial(linear, inputs, axes=("embed", None), bias=bias)
+    up_axes = (None, "heads")
+    output_bias = bias and config.attention.output_bias
+    table: dict[str, Any] = {
+        "kv_down": down(latent.kv_rank + rotated),
+        "kv_latent_norm": norm_table(config, latent.kv_rank),
+        "kv_up": linear(latent.kv_rank, keys_and_values, axes=up_axes),
+        "output": linear(
+            *(heads * latent.value_dim, config.hidden_size),
+            axes=("heads", "embed"),
+            bias=output_bias,
+        ),
+    }
+    if latent.query_rank is None:
+        return {**table, "query": linear(inputs, queries, axes=("embed", "heads"))}
+    return {
+        **table,
+        "query_down": down(latent.query_rank),
+        "query_latent_norm": norm_table(config, latent.query_rank),
+        "query_up": linear(latent.query_rank, queries, axes=up_axes),
+    }
+
+
 def norm_table(
     config: DecoderConfig, size: int | None = None, axis: str = "embed"
 ) -> dict[str, Parameter]:
@@ -170,12 +204,16 @@ def _experts(config: DecoderConfig) -> dict[str, Any]:
     assert experts is not None
     count, hidden = experts.num_experts, experts.intermediate_size
     table: dict[str, Any] = {
-        "router": linear(width, count, axes=("embed", "scores")),
+        "router": linear(width, count, axes=("embed", "scores"), bias=experts.bias),
         "experts": {
             "gate_up": linear(count, width, 2 * hidden, axes=UP_AXES),
             "down": linear(count, hidden, width, axes=DOWN_AXES),
         },
     }
+    if experts.bias:
+        for name, axes in (("gate_up", UP_BIAS_AXES), ("down", (None, "embed"))):
+            shape = (count, table["experts"][name]["kernel"].shape[-1])
+            table["experts"][name]["bias"] = Parameter(shape, axes, "zeros")
     if experts.selection_bias:
         # As in transformers, the bias that selects experts is not rounded.
         bias = Parameter((count,), ("scores",), "zeros", always="float32")

@@ -52,15 +52,16 @@ class MtpLayout:
 class GgufLayout:
     """The architecture name and tensors of a family in GGUF files.
 
-    `fixed` are metadata fields with a single valid value. If families share an architecture, the
-    family with `experts` reads the files that have some. Without `mtp`, files have no multi-token
-    prediction modules.
+    `fixed` are metadata fields with a single valid value. If families share an architecture, those
+    with `experts` or sliding `windows` read the files that have some. Without `mtp`, files have no
+    multi-token prediction modules.
     """
 
     architecture: str
     tensors: tuple[TensorEntry, ...]
     fixed: Mapping[str, Any] = field(default_factory=dict)
     experts: bool = False
+    windows: bool = False
     mtp: MtpLayout | None = None
 
 
@@ -71,7 +72,8 @@ class Family:
     `architecture` is the transformers class that runs it, and `parts` are the fields of its config,
     except vocabulary and family. Extra tensors whose names match the pattern `ignored` are
     accepted. A family without `gguf` cannot be read from GGUF files, and one without `mtp` has no
-    multi-token prediction modules.
+    multi-token prediction modules. With `mxfp4`, safetensors files may have kernels of experts in
+    MXFP4.
     """
 
     model_type: str
@@ -81,6 +83,7 @@ class Family:
     ignored: str = ""
     gguf: GgufLayout | None = None
     mtp: MtpLayout | None = None
+    mxfp4: bool = False
 
     def read(
         self, fields: Fields, vocab_size: int, unused_tokens: tuple[int, ...] = ()

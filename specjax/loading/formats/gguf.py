@@ -38,9 +38,15 @@ def family_of(file: GgufFile) -> Family:
             f"{file.path}: general.architecture={shown(name)} is not supported; "
             f"use a GGUF of the architecture {known}"
         )
-    experts = GgufFields(file, name).integer("expert_count", 0) > 0
-    fitting = [family for family in families if family.gguf.experts == experts]
-    return (fitting or families)[0]
+    fields = GgufFields(file, name)
+    experts = fields.integer("expert_count", 0) > 0
+    windows = fields.integer("attention.sliding_window", 0) > 0
+
+    def fit(family: Family) -> tuple[bool, bool]:
+        assert family.gguf is not None
+        return family.gguf.experts == experts, family.gguf.windows == windows
+
+    return max(families, key=fit)
 
 
 def embedding_rows(file: GgufFile) -> int | None:
@@ -224,7 +230,7 @@ def _read_blocks(
 ) -> UInt8[np.ndarray, "rows row_bytes"]:
     """Return some rows of a tensor in the blocks of the file."""
     count, width = location.rows
-    first = location.before * (count if location.entry.merged else 1)
+    first = location.before + (location.expert * count if location.merged else 0)
     inputs, block_bytes = GGML_QUANT_SIZES[kind]
     blocks = raw.reshape(-1, width // inputs * block_bytes)[first : first + count][rows]
     return tensor_layout.from_stored(blocks, location)

@@ -151,12 +151,14 @@ def _read_yarn(fields: GgufFields, factor: float) -> RopeScaling:
     if not factor > 0:
         raise fields.fail("rope.scaling.factor", "must be a positive number")
     fields.only("rope.scaling.yarn_ext_factor", 1.0, -1.0)
-    attention = fields.number("rope.scaling.attn_factor", 1.0)
+    attention, usual = fields.number("rope.scaling.attn_factor", 1.0), yarn_attention_factor(factor)
+    # Some files repeat the factor that follows from that of the context.
+    fields.only("rope.scaling.yarn_attn_factor", 1.0, _normalised(usual))
     return RopeScaling(
         "yarn",
         factor=factor,
         original_max_positions=_original_positions(fields),
-        attention_factor=attention * yarn_attention_factor(factor),
+        attention_factor=attention * usual,
         beta_fast=fields.number("rope.scaling.yarn_beta_fast", 32.0),
         beta_slow=fields.number("rope.scaling.yarn_beta_slow", 1.0),
     )

@@ -16,6 +16,7 @@ from specjax.files import folder_checksums, folders
 from specjax.loading.formats import (
     build_parameters,
     mtp_layers,
+    mxfp4,
     parameter_names,
     safetensors_files,
     tensor_layout,
@@ -61,7 +62,14 @@ def read_headers(directory: Path, family: Family) -> dict[str, StoredTensor]:
     read += [name for name in _READ_IF_THERE if (directory / name).exists()]
     ours = any(is_ours(read_notes(path)) for path in shards)
     folder_checksums.verify(directory, ("model",), ours, read)
-    stored = safetensors_files.read_headers(shards, FLOATS)
+    stored = safetensors_files.read_headers(shards, (*FLOATS, *[mxfp4.BYTES] * family.mxfp4))
+    if family.mxfp4:
+        stored = mxfp4.with_kernels(str(directory), stored)
+        if count := sum(tensor.dtype == mxfp4.KIND for tensor in stored):
+            note(
+                f"{directory}: the kernels of experts are in MXFP4 ({count} tensors) and are "
+                "dequantised; weights=int4 keeps kernels in 4 bits"
+            )
     if (part := text_part(directory)) is not None:
         whole, stored = stored, [tensor for tensor in stored if not part.skips(tensor.name)]
         note(
@@ -117,7 +125,7 @@ def read_params(
     )
     # In the order of the shards, so that each is opened once.
     locations.sort(key=lambda location: str(tensors[location.name].path))
-    read = tensor_reader()
+    read = mxfp4.reader(tensor_reader())
     for name, original in copies.items():
         # A tied head is stored as the embedding.
         original = original if original in tensors else embedding

@@ -38,9 +38,9 @@ class TensorEntry(NamedTuple):
     `merged` a single tensor has all experts on its first axis. `paired` marks rows whose rotated
     dimensions are stored as pairs of neighbours instead of half-split. `tied`, unless None, limits
     the row to models whose output head is, or is not, the embedding. `fused` has the names, such as
-    "query", of the tree's parts that the file's tensor combines, one after the other along the
-    outputs. `transposed` marks kernels that are stored [in, out]. Numbers in files are those of the
-    tree plus `added`.
+    "query", of the tree's parts that the file's tensor combines along the outputs, one after the
+    other or, if `interleaved`, an output of each in turn. `transposed` marks kernels that are
+    stored [in, out]. Numbers in files are those of the tree plus `added`.
     """
 
     name: str
@@ -51,6 +51,7 @@ class TensorEntry(NamedTuple):
     transposed: bool = False
     added: int = 0
     merged: bool = False
+    interleaved: bool = False
 
 
 class Location(NamedTuple):
@@ -60,7 +61,8 @@ class Location(NamedTuple):
     the leaf at `path`, and have `shape` there, for one layer and one expert. `layer` is None
     outside of layers; `index` is its index among the layers that are stacked with it. `head_dim` is
     the width of a head, and `rotary_width` the number of its rotated dimensions. `before` and
-    `after` count the other rows of the file's tensor, or the other experts if they are merged.
+    `after` count the rows of other parts in the file's tensor, and `merged` the experts on its
+    first axis.
     """
 
     name: str
@@ -75,6 +77,7 @@ class Location(NamedTuple):
     expert: int | None = None
     before: int = 0
     after: int = 0
+    merged: int = 0
 
     def within(self, scan_layers: bool) -> tuple[Path, tuple[int, ...]]:
         """Return the path of the leaf, and the index (layer, expert or neither) on its first axes.
@@ -109,9 +112,9 @@ class Location(NamedTuple):
     def stored_shape(self) -> Shape:
         """The shape of the whole tensor in the file."""
         count, *rest = self.rows
-        others = self.before + self.after
-        shape = (1 + others, count, *rest) if self.entry.merged else (count + others, *rest)
-        return shape[::-1] if self.entry.transposed else shape
+        shape = (self.before + count + self.after, *rest)
+        shape = shape[::-1] if self.entry.transposed else shape
+        return (self.merged, *shape) if self.merged else shape
 
 
 def locations(table: Iterable[TensorEntry], config: DecoderConfig) -> Iterator[Location]:
@@ -173,7 +176,7 @@ def of_entry(entry: TensorEntry, part: Part, config: DecoderConfig) -> Iterator[
         name = entry.name.replace("{expert}", str(expert))
         of_expert = whole._replace(name=name, shape=tuple(rest), expert=expert)
         if entry.merged:
-            of_expert = of_expert._replace(before=expert, after=count - expert - 1)
+            of_expert = of_expert._replace(merged=count)
         yield _among_fused(of_expert, config)
 
 

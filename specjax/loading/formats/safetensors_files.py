@@ -36,12 +36,16 @@ Shards = Mapping[Path, list[str] | None]
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a file: the file, the tensor's name in it, its shape, and its type."""
+    """A tensor in a file: the file, the tensor's name in it, its shape, and its type.
+
+    If it has `parts`, these are in files, and it is computed from them (`mxfp4`).
+    """
 
     path: Path
     name: str
     shape: tuple[int, ...]
     dtype: str
+    parts: tuple[StoredTensor, ...] = ()
 
 
 def refuse_pickle(path: Path) -> InputError:
@@ -105,14 +109,14 @@ def _opened(path: Path, remedy: str = _AGAIN) -> Any:
 def tensor_reader() -> Callable[..., np.ndarray]:
     """Return a function `read(tensor, index)` for the values of tensors, for use by any thread.
 
-    `index` is a tuple of slices, empty for a tensor without axes. Files stay open until the
-    function is deleted, but are mapped anew after every `_MAPPED_BYTES`: the pages that were read
-    of a mapped file count as memory of the process.
+    `index` is a tuple of numbers and slices, empty for a tensor without axes. Files stay open until
+    the function is deleted, but are mapped anew after every `_MAPPED_BYTES`: the pages that were
+    read of a mapped file count as memory of the process.
     """
     files: dict[Path, Any] = {}
     bytes_read, lock = 0, threading.Lock()
 
-    def read(tensor: StoredTensor, index: tuple[slice, ...] = ()) -> np.ndarray:
+    def read(tensor: StoredTensor, index: tuple[int | slice, ...] = ()) -> np.ndarray:
         nonlocal bytes_read
         with lock:
             if bytes_read > _MAPPED_BYTES:

@@ -21,15 +21,32 @@ from specjax.models.config import DecoderConfig
 def own_rows(
     location: Location, rows: slice = slice(None), inputs: slice = slice(None)
 ) -> tuple[int | slice, ...]:
-    """Return the index, in the file's tensor, of some rows and inputs of a location."""
-    before = location.before
+    """Return the index, in the file's tensor, of some rows and inputs of a location.
+
+    Of interleaved parts it selects the same rows of all.
+    """
+    entry, before = location.entry, location.before
     first, stop, _ = rows.indices(location.rows[0])
-    if location.entry.merged:
-        return (before, slice(first, stop), inputs)[: 1 + len(location.rows)]
     stored_rows = slice(before + first, before + stop)
-    if location.entry.transposed:
-        return (inputs, stored_rows)
-    return (stored_rows, inputs)[: len(location.rows)]
+    if entry.interleaved:
+        stored_rows = slice(first * len(entry.fused), stop * len(entry.fused))
+    index: tuple[int | slice, ...] = (stored_rows, inputs)[: len(location.rows)]
+    if entry.transposed:
+        index = index[::-1]
+    if location.merged:
+        assert location.expert is not None
+        return (location.expert, *index)
+    return index
+
+
+def _as_rows(stored: Shaped[np.ndarray, "..."], location: Location) -> Shaped[np.ndarray, "..."]:
+    """Return a view of what `own_rows` selects, with the location's rows first and no others."""
+    entry = location.entry
+    if entry.transposed:
+        stored = stored.T
+    if entry.interleaved:
+        return stored[entry.fused.index(entry.path[-2]) :: len(entry.fused)]
+    return stored
 
 
 def from_stored(stored: Shaped[np.ndarray, "..."], location: Location) -> Shaped[np.ndarray, "..."]:
@@ -38,18 +55,16 @@ def from_stored(stored: Shaped[np.ndarray, "..."], location: Location) -> Shaped
     For a kernel the result is [out, in]. If rotary dimensions are reordered, `stored` must consist
     of whole heads.
     """
-    entry = location.entry
-    if entry.transposed:
-        stored = stored.T
+    entry, stored = location.entry, _as_rows(stored, location)
     if entry.paired:
         stored = unpaired(stored, location)
     return stored - np.asarray(entry.added, stored.dtype) if entry.added else stored
 
 
 def to_stored(leaf: Shaped[np.ndarray, "..."], location: Location) -> Shaped[np.ndarray, "..."]:
-    """Return a location's rows in the file's layout, given the leaf that has them.
+    """Return a location's rows, in the file's order, given the leaf that has them.
 
-    If the file's tensor has several parts, the rows are one of them; `_joined` combines the parts.
+    `_joined` puts them where the file's tensor has them.
     """
     entry = location.entry
     rows = location.section.of(leaf.T if location.is_kernel else leaf)
@@ -58,7 +73,7 @@ def to_stored(leaf: Shaped[np.ndarray, "..."], location: Location) -> Shaped[np.
         stored = _pair(stored, location)
     if entry.added:
         stored = stored + np.asarray(entry.added, stored.dtype)
-    return stored.T if entry.transposed else stored
+    return stored
 
 
 def stored_tensors(
@@ -83,11 +98,12 @@ def stored_tensors(
 
 
 def _joined(entries: Sequence[tuple[Location, np.ndarray]]) -> np.ndarray:
-    """Return a file's tensor, given the parts that it consists of along the outputs."""
-    ordered = sorted(entries, key=lambda pair: pair[0].before)
-    axis = -1 if ordered[0][0].entry.transposed else 0
-    joined = np.concatenate([part for _, part in ordered], axis=axis)
-    return np.ascontiguousarray(joined.reshape(ordered[0][0].stored_shape))
+    """Return a file's tensor, given the rows of all its parts."""
+    dtype = np.result_type(*(rows.dtype for _, rows in entries))
+    joined = np.empty(entries[0][0].stored_shape, dtype)
+    for location, rows in entries:
+        _as_rows(joined[own_rows(location)], location)[...] = rows
+    return joined
 
 
 def same_numbers(first: np.ndarray, second: np.ndarray, rows: int | None = None) -> bool:

@@ -73,6 +73,7 @@ _ACTIVATIONS = {
     "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new"),
     "gelu": ("gelu",),
     "relu2": ("relu2",),
+    "gelu_sigmoid": ("quick_gelu",),
 }
 
 
@@ -120,7 +121,12 @@ def _of_experts(experts: Experts) -> dict[tuple[str, ...], Any]:
     shared = experts.shared_size // experts.intermediate_size
     return {
         ("num_experts", "num_local_experts", "n_routed_experts"): experts.num_experts,
-        ("num_experts_per_tok", "num_experts_per_token", "moe_topk"): experts.per_token,
+        (
+            "num_experts_per_tok",
+            "num_experts_per_token",
+            "experts_per_token",
+            "moe_topk",
+        ): experts.per_token,
         ("moe_intermediate_size",): experts.intermediate_size,
         ("norm_topk_prob",): experts.normalize,
         ("routed_scaling_factor",): experts.scale,
@@ -148,7 +154,7 @@ def check_unread(fields: Fields, allowed: Implied, what: str) -> None:
     """
     values = fields.values
     for name in _QUANTISED:
-        if not is_empty(values.get(name)):
+        if name not in fields.asked and not is_empty(values.get(name)):
             raise fields.fail(
                 name,
                 "quantised weights in this layout are not supported; use the model in bfloat16 or "

@@ -7,7 +7,7 @@
 // accumulated over blocks of keys (Milakov and Gimelshein 2018, arXiv:1805.02867), for each query
 // by itself: those that it sees in the window follow the committed ones, in the same blocks. So the
 // bits of its result depend neither on how many tokens there are, nor on which of its keys are
-// committed yet.
+// committed yet. Beside the mixed values, a query gets the logarithm of the softmax's denominator.
 
 #include <algorithm>
 #include <cmath>
@@ -169,7 +169,7 @@ struct Operands {
   Rows<float> window_keys, window_values;
   const int32_t *pages, *lengths, *oldest;
   const bool* seen;
-  float* out;
+  float *out, *scores;
   int64_t num_heads, num_queries, width, row_pages, page, slots, sinks;
   float softcap;
 };
@@ -273,6 +273,7 @@ void attend_head(const Operands<Entry>& all, int64_t row, int64_t head) {
     }
     finish_block();
     softmax.divide(width);
+    all.scores[head * all.num_queries + query] = softmax.peak + std::log(softmax.denominator);
   }
 }
 
@@ -302,7 +303,7 @@ ffi::Error attention(ffi::ThreadPool pool, float softcap, int32_t sinks,
                      ffi::Buffer<ffi::F32> window_keys, ffi::Buffer<ffi::F32> window_values,
                      ffi::Buffer<ffi::PRED> seen, ffi::Buffer<ffi::S32> oldest,
                      ffi::RemainingArgs exponents,
-                     ffi::ResultBuffer<ffi::F32> out) {
+                     ffi::ResultBuffer<ffi::F32> out, ffi::ResultBuffer<ffi::F32> scores) {
   const auto shape = queries.dimensions();  // [B, G, X, C]
   const int64_t rows = shape[0], heads = shape[1], width = shape[3];
   const int64_t num_pages = keys.dimensions()[1], page = keys.dimensions()[3];
@@ -322,8 +323,8 @@ ffi::Error attention(ffi::ThreadPool pool, float softcap, int32_t sinks,
            Operands<Entry>{queries.typed_data(), stored(keys, 0), stored(values, 1),
                            windowed(window_keys.typed_data()), windowed(window_values.typed_data()),
                            pages.typed_data(), lengths.typed_data(), oldest.typed_data(),
-                           seen.typed_data(), out->typed_data(), heads, shape[2], width,
-                           pages.dimensions()[1], page, slots, sinks, softcap},
+                           seen.typed_data(), out->typed_data(), scores->typed_data(), heads,
+                           shape[2], width, pages.dimensions()[1], page, slots, sinks, softcap},
            rows, heads);
     return ffi::Error::Success();
   };
@@ -357,4 +358,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(specjax_attention, attention,
                                   .Arg<ffi::Buffer<ffi::PRED>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .RemainingArgs()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>());

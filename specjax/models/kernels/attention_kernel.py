@@ -186,8 +186,9 @@ def _attend(
         out_shape=jax.ShapeDtypeStruct(query.shape, query.dtype),
         name="merge_shares",
     )
-    ones = jnp.ones((*query.shape[:3], 1), query.dtype)
-    return Partial(jnp.zeros_like(ones), ones, merged)
+    # XLA leaves it out where nothing else is merged with the result.
+    log_sum = jax.nn.logsumexp(peak, axis=2, b=denominator)[:, :, :queries]
+    return Partial(log_sum, jnp.ones_like(log_sum), merged)
 
 
 def _call(program: Callable[..., None], operands: Any, name: str, **arguments: Any) -> Any:

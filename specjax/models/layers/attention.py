@@ -194,6 +194,18 @@ def merge(a: Partial, b: Partial) -> Partial:
     )
 
 
+def with_sinks(mixed: Partial, sinks: Float[Array, " H"]) -> Partial:
+    """Return attention over the keys of `mixed` and, for each head, one key with the value 0.
+
+    `sinks` has the scores of these keys, one per query head.
+    """
+    kv_heads, queries = mixed.peak.shape[1:3]
+    of_heads = sinks.astype(jnp.float32).reshape(kv_heads, -1)
+    scores = jnp.tile(of_heads, (1, queries // of_heads.shape[1]))[None, :, :, None]
+    peak = jnp.broadcast_to(scores, mixed.peak.shape)
+    return merge(mixed, Partial(peak, jnp.ones_like(peak), jnp.zeros_like(mixed.weighted)))
+
+
 def _read(
     cache: KVCache, layer: Int[Array, ""] | int, first: Int[Array, ""] | int, count: int, dtype: Any
 ) -> tuple[Float[Array, "B G Y C"], Float[Array, "B G Y C"]]:

@@ -44,19 +44,19 @@ def attend_window_and_cache(
 
     With `oldest`, each query attends to committed keys from that position on and to the first
     `sinks` keys. `softcap` limits scores to c tanh(score/c). The result is already divided by its
-    denominator.
+    denominator, whose logarithm is part of the peak.
     """
-    batch, _, queries, _ = query.shape
+    batch, _, queries, width = query.shape
     call = jax.ffi.ffi_call(
         library.ATTENTION,
-        jax.ShapeDtypeStruct(query.shape, jnp.float32),
+        tuple(jax.ShapeDtypeStruct((*query.shape[:3], size), jnp.float32) for size in (width, 1)),
         vmap_method="sequential",
     )
     if oldest is None:
         oldest = jnp.zeros((batch, queries), jnp.int32)
     (keys, *key_exponents), (values, *value_exponents) = map(jax.tree.leaves, (cache.k, cache.v))
     pages = jnp.arange(batch)[:, None] if cache.pages is None else cache.pages
-    mixed = call(
+    mixed, scores = call(
         query.astype(jnp.float32),
         jnp.asarray(layer, jnp.int32)[None],
         keys,
@@ -72,5 +72,4 @@ def attend_window_and_cache(
         softcap=np.float32(0 if softcap is None else softcap),
         sinks=np.int32(sinks),
     )
-    ones = jnp.ones((*query.shape[:3], 1), jnp.float32)
-    return Partial(jnp.zeros_like(ones), ones, mixed)
+    return Partial(scores, jnp.ones_like(scores), mixed)

@@ -17,7 +17,7 @@ from specjax.distributed.sharding import constrain
 from specjax.models.config import DecoderConfig
 from specjax.models.joined_kernels import gate_up_block
 from specjax.models.layers import experts
-from specjax.models.layers.attention import Partial, group_queries, ungroup
+from specjax.models.layers.attention import Partial, group_queries, ungroup, with_sinks
 from specjax.models.layers.experts_on_mesh import mix_on_mesh
 from specjax.models.layers.matmul import ChosenKernel, product
 from specjax.models.layers.norm import layer_norm, rms_norm
@@ -30,6 +30,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu_tanh": functools.partial(nn.gelu, approximate=True),
     "gelu": functools.partial(nn.gelu, approximate=False),
     "relu2": lambda x: jnp.square(nn.relu(x)),
+    "gelu_sigmoid": lambda x: x * nn.sigmoid(1.702 * x),
 }
 
 
@@ -43,6 +44,15 @@ class Heads(NamedTuple):
     key: Float[Array, "B T G C"]
     value: Float[Array, "B T G C"]
     gate: Float[Array, "B T HC"] | None = None
+
+
+_Projected = tuple[
+    Float[Array, "B T H C"],
+    Float[Array, "B T G C"],
+    Float[Array, "B T G C"],
+    Float[Array, "B T HC"] | None,
+]
+"""Queries by head, keys, values and the gate of a layer."""
 
 
 @dataclass(frozen=True)
@@ -105,12 +115,26 @@ class DecoderLayer:
         rotation: Rotation | None,
         copies: int,
     ) -> Heads:
-        """Return the queries, the keys and the values of `h`; one product computes them all.
+        """Return the queries, the keys and the values of `h`.
 
         Queries are grouped by the key head that they share. `attention` has the parameters of the
         projection, `rotation` are the cosines and sines of the positions, and each key and value
         head is repeated `copies` times.
         """
+        config = self.config
+        if config.attention.latent is not None:
+            query, key, value, gate = self._latent_heads(h, attention, rotation)
+        else:
+            query, key, value, gate = self._projected_heads(h, attention, rotation)
+        key, value = (self._split(_copied(heads, copies), "kv_heads") for heads in (key, value))
+        query = self._split(query, "heads")
+        query = group_queries(query, key.shape[2], config.attention.query_scale)
+        return Heads(query, key, value, gate)
+
+    def _projected_heads(
+        self, h: Float[Array, "B T Din"], attention: dict[str, Any], rotation: Rotation | None
+    ) -> _Projected:
+        """Return queries, keys, values and gates, computed by one product; see `heads`."""
         config, (batch, tokens) = self.config, h.shape[:2]
         heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_dim
         y = self.project("btd,dn->btn", h, attention["qkv"])
@@ -128,10 +152,45 @@ class DecoderLayer:
             query, key = self._normed_heads(query, key, attention["qk_norm"]["scale"])
         if rotation is not None:
             query, key = rotate(query, *rotation), rotate(key, *rotation)
-        key, value = (self._split(_copied(heads, copies), "kv_heads") for heads in (key, value))
-        scale = config.attention.query_scale
-        query = group_queries(self._split(query, "heads"), key.shape[2], scale)
-        return Heads(query, key, value, gate)
+        return query, key, value, gate
+
+    def _latent_heads(
+        self, h: Float[Array, "B T Din"], attention: dict[str, Any], rotation: Rotation | None
+    ) -> _Projected:
+        """Return queries, keys and values of latent attention; see `heads`.
+
+        Of each head's dimensions the rotated ones come first, and last in the projections.
+        """
+        config, latent = self.config, self.config.attention.latent
+        assert latent is not None
+        assert rotation is not None
+        rest = config.head_dim - config.rotary_width
+
+        def of_heads(x: jax.Array, name: str) -> Float[Array, "B T H N"]:
+            y = _as_multiplied(self.project("btd,dn->btn", x, attention[name]))
+            return y.reshape(*y.shape[:2], config.num_heads, -1)
+
+        def normed(x: jax.Array, name: str) -> jax.Array:
+            return rms_norm(x, attention[name]["scale"], _LATENT_EPSILON)
+
+        def rotated(x: jax.Array) -> jax.Array:
+            if latent.paired:
+                x = x.reshape(*x.shape[:-1], -1, 2).swapaxes(-1, -2).reshape(x.shape)
+            return rotate(x, *rotation)
+
+        if latent.query_rank is None:
+            query = of_heads(h, "query")
+        else:
+            low = self.whole(self.project("btd,dn->btn", h, attention["query_down"]))
+            query = of_heads(normed(low, "query_latent_norm"), "query_up")
+        low = self.whole(self.project("btd,dn->btn", h, attention["kv_down"]))
+        both = of_heads(normed(low[..., : latent.kv_rank], "kv_latent_norm"), "kv_up")
+        shared = rotated(low[:, :, None, latent.kv_rank :])
+        shared = jnp.broadcast_to(shared, (*both.shape[:3], config.rotary_width))
+        query = jnp.concatenate([rotated(query[..., rest:]), query[..., :rest]], axis=-1)
+        key = jnp.concatenate([shared, both[..., :rest]], axis=-1)
+        padding = ((0, 0), (0, 0), (0, 0), (0, config.head_dim - latent.value_dim))
+        return query, key, jnp.pad(both[..., rest:], padding), None
 
     def _normed_heads(
         self,
@@ -164,11 +223,16 @@ class DecoderLayer:
         The result is first multiplied by the sigmoids of `gate`, if there is one. The summand is
         normed and scaled first if the config says so.
         """
+        attention = weights["attention"]
+        if "sinks" in attention:
+            mixed = with_sinks(mixed, attention["sinks"])
         out = ungroup(mixed.weighted / mixed.denominator, x.shape[1]).astype(x.dtype)
+        if (latent := self.config.attention.latent) is not None:
+            out = out[..., : latent.value_dim]
         out = out.reshape(*x.shape[:2], -1)
         if gate is not None:
             out = out * nn.sigmoid(gate)
-        out = self.project("btn,nd->btd", out, weights["attention"]["output"])
+        out = self.project("btn,nd->btd", out, attention["output"])
         return self.add_to_residual(x, out, weights, "after_attention_norm")
 
     def add_mlp(
@@ -216,13 +280,18 @@ class DecoderLayer:
         It maps their joined outputs [..., 2 F], or the part of them that a device of a mesh holds,
         to [..., F].
         """
-        activation = ACTIVATIONS[self.config.mlp.activation]
+        mlp = self.config.mlp
+        activation = ACTIVATIONS[mlp.activation]
         block = gate_up_block(self.config.num_heads, width)
 
         def hidden(gate_up: Float[Array, "*N F2"]) -> Float[Array, "*N F"]:
             blocks = _as_multiplied(gate_up).reshape(*gate_up.shape[:-1], -1, 2, block)
-            out = activation(blocks[..., 0, :]) * blocks[..., 1, :]
-            return out.reshape(*gate_up.shape[:-1], -1)
+            gate, up = blocks[..., 0, :], blocks[..., 1, :]
+            if mlp.limit is not None:
+                gate, up = jnp.minimum(gate, mlp.limit), jnp.clip(up, -mlp.limit, mlp.limit)
+            if mlp.offset:
+                up = up + mlp.offset
+            return (activation(gate) * up).reshape(*gate_up.shape[:-1], -1)
 
         return hidden
 
@@ -242,7 +311,10 @@ class DecoderLayer:
             differentiable=self.differentiable,
             grouped=self.grouped_experts,
         )
-        out = mix_on_mesh(mix, flat, routes, mlp["experts"], mlp.get("shared"), self.shards)
+        stacked = mlp["experts"]
+        out = mix_on_mesh(mix, flat, routes, stacked, mlp.get("shared"), self.shards)
+        if stacked.down_bias is not None:
+            out = out + experts.mixed_biases(routes, stacked).astype(out.dtype)
         out = out.reshape(h.shape)
         return out, routes.experts.reshape(*h.shape[:2], -1)
 
@@ -326,7 +398,9 @@ def with_experts(layer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _stacked(kernels: dict[str, Any], index: Int[Array, ""] | int) -> experts.StackedExperts:
-    return experts.StackedExperts(kernels["gate_up"]["kernel"], kernels["down"]["kernel"], index)
+    gate_up, down = kernels["gate_up"], kernels["down"]
+    biases = gate_up.get("bias"), down.get("bias")
+    return experts.StackedExperts(gate_up["kernel"], down["kernel"], index, *biases)
 
 
 def embed(

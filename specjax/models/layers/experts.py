@@ -34,7 +34,7 @@ class Routes(NamedTuple):
 
 
 class StackedExperts(NamedTuple):
-    """The kernels of all experts of some layers, and the index of the layer to use.
+    """The kernels and biases of all experts of some layers, and the index of the layer to use.
 
     The index is applied together with that of the expert, so that no program copies a layer's
     experts.
@@ -43,6 +43,20 @@ class StackedExperts(NamedTuple):
     gate_up: Float[Array, "L E D F2"] | QuantizedKernel
     down: Float[Array, "L E F D"] | QuantizedKernel
     layer: Int[Array, ""] | int
+    gate_up_bias: Float[Array, "L E F2"] | None = None
+    down_bias: Float[Array, "L E D"] | None = None
+
+    def with_bias(
+        self, gate_up: Float[Array, "N F2"], expert: Int[Array, "*N"]
+    ) -> Float[Array, "N F2"]:
+        """Return the joined gate and up of some tokens, plus the bias, if any, of `expert`.
+
+        That is the expert of all tokens, or of each. It is clipped where it is out of range.
+        """
+        if self.gate_up_bias is None:
+            return gate_up
+        bias = self.gate_up_bias.at[self.layer, expert].get(mode="clip")
+        return gate_up + bias.astype(gate_up.dtype).reshape(-1, gate_up.shape[1])
 
     def kernel(self, name: str, expert: Int[Array, ""]) -> Float[Array, "I O"] | QuantizedKernel:
         """Return the kernel called `name` ("gate_up" or "down") of the expert `expert`."""
@@ -61,6 +75,8 @@ def route(h: Float[Array, "N D"], router: dict[str, Any], config: Experts) -> Ro
     with equal scores, the one with the lower index is selected.
     """
     logits = product("nd,de->ne", h, router["kernel"], out=jnp.float32)
+    if config.bias:
+        logits = logits + router["bias"].astype(jnp.float32)[None, :]
     scores = jax.nn.sigmoid(logits) if config.router == "sigmoid" else jax.nn.softmax(logits)
     choice = scores
     if config.selection_bias:
@@ -79,7 +95,7 @@ def route(h: Float[Array, "N D"], router: dict[str, Any], config: Experts) -> Ro
 def _best_groups(choice: Float[Array, "N E"], config: Experts) -> Float[Array, "N E"]:
     """Return the scores, with -inf for experts outside each token's best groups."""
     grouped = choice.reshape(len(choice), config.groups, -1)
-    of_groups = lax.top_k(grouped, 2)[0].sum(axis=-1)
+    of_groups = lax.top_k(grouped, config.group_scores)[0].sum(axis=-1)
     _, best = lax.top_k(of_groups, config.groups_per_token)
     kept = jax.nn.one_hot(best, config.groups, dtype=bool).any(axis=1)
     return jnp.where(kept[:, :, None], grouped, -jnp.inf).reshape(choice.shape)
@@ -98,7 +114,8 @@ def mix(
 ) -> Float[Array, "N D"]:
     """Return the weighted sum of each token's experts, plus the `shared` MLP if any, in float32.
 
-    `routes` are the experts of each token of `h`, and `stacked` has their kernels. `gated` and
+    `routes` are the experts of each token of `h`, and `stacked` has their kernels; biases of the
+    down projection are not added (`mixed_biases`). `gated` and
     `gated_shared` are the activations of the experts and of the shared MLP; products round their
     operands to `multiply`. The tokens of each expert are gathered, and only experts with tokens are
     read, so that for a few tokens the bytes read are proportional to the distinct experts. Experts
@@ -138,7 +155,11 @@ def _sum(
 
     if differentiable:
         kernels = [leaf[stacked.layer] for leaf in stacked[:2]]
-        rows = _grouped(h[token], kernels, sizes, gated, multiply) * weight[:, None]
+
+        def hidden(gate_up: Float[Array, "M F2"]) -> Float[Array, "M F"]:
+            return gated(stacked.with_bias(gate_up, expert_of_route[order]))
+
+        rows = _grouped(h[token], kernels, sizes, hidden, multiply) * weight[:, None]
         is_routed = jnp.arange(len(token)) < sizes.sum()
         rows = jnp.where(is_routed[:, None], rows, 0)
         return jnp.zeros(h.shape, jnp.float32).at[token].add(rows)
@@ -163,7 +184,8 @@ def _sum(
         def times(x: jax.Array, name: str) -> jax.Array:
             return product("nd,df->nf", x, stacked.kernel(name, expert), multiply=multiply)
 
-        out = times(gated(times(x, "gate_up")), "down").astype(jnp.float32)
+        gate_up = stacked.with_bias(times(x, "gate_up"), expert)
+        out = times(gated(gate_up), "down").astype(jnp.float32)
         return total.at[rows].add(out * scale[:, None], mode="drop")
 
     return lax.fori_loop(0, tile_ends[-1], step, jnp.zeros(h.shape, jnp.float32))
@@ -199,10 +221,19 @@ def _sum_by_kernel(
     def times(x: jax.Array, kernel: jax.Array, *, gather: bool = False) -> jax.Array:
         return expert_product.multiply(x.astype(dtype), tiles, kernel, stacked.layer, gather=gather)
 
-    hidden = gated(times(h, stacked.gate_up, gather=True).astype(h.dtype))
+    gate_up = times(h, stacked.gate_up, gather=True).astype(h.dtype)
+    of_row = jnp.repeat(tiles.expert, len(tiles.token) // len(tiles.expert))
+    hidden = gated(stacked.with_bias(gate_up, of_row))
     out = times(hidden, stacked.down)[tiles.row].astype(h.dtype).astype(jnp.float32)
     in_range = (routes.experts >= 0) & (routes.experts < count)
     return (out * jnp.where(in_range, routes.weights, 0)[:, :, None]).sum(axis=1)
+
+
+def mixed_biases(routes: Routes, stacked: StackedExperts) -> Float[Array, "N D"]:
+    """Return the weighted sum of the biases of each token's experts after the down projection."""
+    assert stacked.down_bias is not None
+    biases = stacked.down_bias[stacked.layer, routes.experts].astype(jnp.float32)
+    return (biases * routes.weights[:, :, None]).sum(axis=1)
 
 
 def _grouped(

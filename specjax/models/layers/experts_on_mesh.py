@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from specjax.distributed.sharding import MODEL, partition
 from specjax.models.layers.experts import Routes, StackedExperts
 from specjax.models.layers.quantized import QuantizedKernel
-from specjax.models.parameter_table import DOWN_AXES, UP_AXES
+from specjax.models.parameter_table import DOWN_AXES, UP_AXES, UP_BIAS_AXES
 
 Mix = Callable[..., Float[Array, "N D"]]
 """`experts.mix` with all arguments but (h, routes, stacked, shared=) bound."""
@@ -55,18 +55,20 @@ def mix_on_mesh(
         for name, weights in sorted((shared or {}).items())
         for spec in split(weights["kernel"], DOWN_AXES[1:] if name == "down" else UP_AXES[1:])
     ]
+    bias = stacked.gate_up_bias
+    of_bias = [] if bias is None else split(bias, UP_BIAS_AXES)
     # Quantised kernels are several arrays, each with a partition of its own.
-    kernels, structure = jax.tree.flatten((stacked.down, stacked.gate_up, shared))
+    kernels, structure = jax.tree.flatten((stacked.down, stacked.gate_up, bias, shared))
 
     def on_device(h: jax.Array, routes: Routes, layer: jax.Array, *arrays: jax.Array) -> jax.Array:
-        down, gate_up, shared = jax.tree.unflatten(structure, arrays)
+        down, gate_up, bias, shared = jax.tree.unflatten(structure, arrays)
         if by_expert:
             first = lax.axis_index(MODEL) * down.shape[1]
             routes = routes._replace(experts=routes.experts - first)
-        total = mix(h, routes, StackedExperts(gate_up, down, layer), shared=shared)
+        total = mix(h, routes, StackedExperts(gate_up, down, layer, bias), shared=shared)
         return lax.psum(total, MODEL) if shards > 1 else total
 
-    specs = (rows, Routes(rows, rows), PartitionSpec(), *down, *up, *of_shared)
+    specs = (rows, Routes(rows, rows), PartitionSpec(), *down, *up, *of_bias, *of_shared)
     total = jax.shard_map(on_device, in_specs=specs, out_specs=rows, check_vma=False)(
         h, routes, jnp.asarray(stacked.layer), *kernels
     )

@@ -81,18 +81,6 @@ def _softcap(path: str, name: str, default: float | None) -> Part:
     return schema.optional_number(path, name, name, default, default)
 
 
-def _read_window2(fields: Fields, known: Values) -> Values:
-    num_layers = known["num_layers"]
-    size = fields.integer("sliding_window", 4096)
-    alternating = [layer % 2 == 0 for layer in schema.layers(num_layers)]
-    return {"sliding_window": schema.read_window(fields, size, num_layers, alternating)}
-
-
-def _read_gguf_window2(fields: GgufFields, known: Values) -> Values:
-    size = fields.integer("attention.sliding_window", 4096)
-    return {"sliding_window": SlidingWindow(size, (True, False)) if size else None}
-
-
 GEMMA2 = Family(
     model_type="gemma2",
     architecture="Gemma2ForCausalLM",
@@ -101,7 +89,7 @@ GEMMA2 = Family(
         schema.rope(),
         _softcap("attention.softcap", "attn_logit_softcapping", 50.0),
         _softcap("logit_softcap", "final_logit_softcapping", 30.0),
-        Part(_read_window2, schema.write_window, _read_gguf_window2),
+        schema.alternating_window(4096),
     ),
     tensors=table("huggingface", _NAMES),
     gguf=GgufLayout("gemma2", table("gguf", norms_added=1)),

@@ -69,6 +69,19 @@ def _read_gguf_rest(fields: GgufFields, known: Values) -> Values:
     }
 
 
+SHARED = Part(_read_shared, _write_shared, _read_gguf_rest)
+"""The width of the MLP that all tokens use, as a multiple of that of an expert."""
+MTP = MtpLayout(
+    prefix="model.layers.{layer}",
+    names={
+        "embedding_norm": "enorm",
+        "hidden_norm": "hnorm",
+        "projection": "eh_proj",
+        "final_norm": "shared_head.norm",
+    },
+    copies={"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"},
+)
+
 GLM4_MOE = Family(
     model_type="glm4_moe",
     architecture="Glm4MoeForCausalLM",
@@ -95,7 +108,7 @@ GLM4_MOE = Family(
         schema.integer(
             "experts.num_dense", "first_k_dense_replace", "leading_dense_block_count", 1, 0
         ),
-        Part(_read_shared, _write_shared, _read_gguf_rest),
+        SHARED,
         schema.SILU,
         schema.written({"num_nextn_predict_layers": 0}),
     ),
@@ -116,14 +129,5 @@ GLM4_MOE = Family(
             copies={"nextn.embed_tokens": "token_embd", "nextn.shared_head_head": "output"},
         ),
     ),
-    mtp=MtpLayout(
-        prefix="model.layers.{layer}",
-        names={
-            "embedding_norm": "enorm",
-            "hidden_norm": "hnorm",
-            "projection": "eh_proj",
-            "final_norm": "shared_head.norm",
-        },
-        copies={"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"},
-    ),
+    mtp=MTP,
 )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from specjax.errors import InputError, shown
+from specjax.loading.formats.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from specjax.loading.formats.families.gemma import GEMMA2, GEMMA3
 from specjax.loading.formats.families.glm import GLM4, GLM4_MOE
 from specjax.loading.formats.families.gpt2 import GPT2
+from specjax.loading.formats.families.gpt_oss import GPT_OSS
 from specjax.loading.formats.families.granite import GRANITE
 from specjax.loading.formats.families.lfm2 import LFM2
 from specjax.loading.formats.families.llama import LLAMA, MISTRAL, MIXTRAL
@@ -50,6 +52,9 @@ FAMILIES: dict[str, Family] = {
         GRANITE_HYBRID,
         BAMBA,
         NEMOTRON_H,
+        GPT_OSS,
+        DEEPSEEK_V2,
+        DEEPSEEK_V3,
     )
 }
 TEXT_PARTS: dict[str, TextPart] = {
@@ -57,8 +62,10 @@ TEXT_PARTS: dict[str, TextPart] = {
 }
 """The multimodal models whose text part is read, by `model_type`."""
 _REFUSED = {
-    "deepseek_v3": "multi-head latent attention",
+    "gemma4": "heads of two widths, and inputs for each layer",
+    "gemma4_text": "heads of two widths, and inputs for each layer",
     "qwen3_next": "linear attention",
+    "deepseek_v32": "sparse attention",
     "phi3small": "blocksparse attention",
     "phimoe": "a router that masks experts by their distance",
     "ministral3": "queries scaled by their position",

@@ -274,6 +274,24 @@ def read_window(
     return SlidingWindow(size, shortest_period(windowed))
 
 
+def alternating_window(size: int) -> Part:
+    """Return a part for a window of, by default, `size` tokens in every other layer from the first.
+
+    config.json may state other layers (`layer_types`).
+    """
+
+    def read(fields: Fields, known: Values) -> Values:
+        num_layers, stated = known["num_layers"], fields.integer("sliding_window", size)
+        alternating = [layer % 2 == 0 for layer in layers(num_layers)]
+        return {"sliding_window": read_window(fields, stated, num_layers, alternating)}
+
+    def read_gguf(fields: GgufFields, known: Values) -> Values:
+        stated = fields.integer("attention.sliding_window", size)
+        return {"sliding_window": SlidingWindow(stated, (True, False)) if stated else None}
+
+    return Part(read, write_window, read_gguf)
+
+
 def layers(num_layers: int) -> range:
     """Return the indices of `num_layers` layers, of at most as many as `DecoderConfig` allows.
 

@@ -35,6 +35,13 @@ _LAYER_MODULES = (
     _Module("after_mlp_norm", "norm", "", "post_ffw_norm"),
     _Module("attention.query_norm", "norm", "self_attn.q_norm", "attn_q_norm"),
     _Module("attention.key_norm", "norm", "self_attn.k_norm", "attn_k_norm"),
+    _Module("attention.query_down", "linear", "self_attn.q_a_proj", ""),
+    _Module("attention.query_latent_norm", "norm", "self_attn.q_a_layernorm", ""),
+    _Module("attention.query_up", "linear", "self_attn.q_b_proj", ""),
+    _Module("attention.kv_down", "linear", "self_attn.kv_a_proj_with_mqa", ""),
+    _Module("attention.kv_latent_norm", "norm", "self_attn.kv_a_layernorm", ""),
+    _Module("attention.kv_up", "linear", "self_attn.kv_b_proj", ""),
+    _Module("attention.sinks", "vector", "self_attn.sinks", "attn_sinks.weight"),
     _Module("mlp.experts.down", "linear", "mlp.experts.{expert}.down_proj", "ffn_down_exps"),
     _Module("mlp.experts.gate", "linear", "mlp.experts.{expert}.gate_proj", "ffn_gate_exps"),
     _Module("mlp.experts.up", "linear", "mlp.experts.{expert}.up_proj", "ffn_up_exps"),
@@ -127,7 +134,7 @@ def table(
             kernel = TensorEntry(weight, (*path, "kernel"), is_paired, fused=group)
             merged = "experts" in path and "{expert}" not in name
             entries.append(kernel._replace(transposed=transposed, merged=merged))
-            entries.append(bias._replace(paired=is_paired, fused=group))
+            entries.append(bias._replace(paired=is_paired, fused=group, merged=merged))
         elif module.kind == "embedding":
             entries.append(TensorEntry(weight, (*path, "embedding")))
         else:
