@@ -25,6 +25,8 @@ from specjax.models.layers.quantized import QuantizedKernel
 from specjax.models.layers.rope import attention_factor, frequencies
 
 Rotation = tuple[Float[Array, "B T 1 R2"], Float[Array, "B T 1 R2"]]
+_LATENT_EPSILON = 1e-6
+"""The epsilon of the norms of latents, whatever that of the model is."""
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": nn.silu,
     "gelu_tanh": functools.partial(nn.gelu, approximate=True),
