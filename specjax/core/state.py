@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from specjax.core.cache import KVCache, Window, set_rows
 from specjax.core.drafter import Sampling
+from specjax.core.recurrent_state import RecurrentState
 from specjax.distributed.sharding import num_parts
 
 RUNNING, STOPPED, FULL, FAILED = 0, 1, 2, 3
@@ -221,6 +222,21 @@ def _caches(tree: Any) -> list[KVCache]:
 def with_cached_lengths(state: State, length: Int[Array, "B"]) -> State:
     """Return the state with caches of these lengths."""
     return _map_caches(lambda cache: cache.replace(length=length), state)
+
+
+def recurrent_states(tree: Any) -> list[RecurrentState]:
+    """Return the states of recurrent layers in all caches of a tree, in order, if there are any."""
+    return [cache.recurrent for cache in _caches(tree) if cache.recurrent is not None]
+
+
+def with_recurrent_states(state: State, states: Sequence[RecurrentState]) -> State:
+    """Return the state with other `recurrent_states`, in the same order."""
+    given = iter(states)
+
+    def change(cache: KVCache) -> KVCache:
+        return cache if cache.recurrent is None else cache.replace(recurrent=next(given))
+
+    return _map_caches(change, state)
 
 
 def without_entries(state: State) -> State:

@@ -8,19 +8,28 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
 from specjax import controllers
 from specjax.controllers import StepRecord
 from specjax.core.drafter import StepLimits
-from specjax.core.state import Packed, State, with_entries, without_entries
+from specjax.core.recurrent_state import RecurrentState
+from specjax.core.state import (
+    Packed,
+    State,
+    with_entries,
+    with_recurrent_states,
+    without_entries,
+)
 from specjax.distributed.sharding import first_device
 from specjax.engine.length_control import time_steps
 from specjax.engine.plan import DecodePlan, flags_of
 from specjax.engine.programs import (
     Programs,
     compile_plan,
+    copied_recurrent_states,
     is_compiled,
     put_rows,
     row_arguments,
@@ -150,10 +159,17 @@ class DeviceRows:
         self._new = self._new.replace(rows=fixed)
         return True
 
-    def new_rows(self, requests: Sequence[Request], slots: Sequence[int], cached: int = 0) -> None:
+    def new_rows(
+        self,
+        requests: Sequence[Request],
+        slots: Sequence[int],
+        cached: int = 0,
+        states: Sequence[RecurrentState] = (),
+    ) -> None:
         """Start new rows, whose prompts will be read, for free `slots`.
 
-        In a pool, the rows' pages hold their first `cached` tokens.
+        In a pool, the rows' pages hold their first `cached` tokens; `states` are those of recurrent
+        layers after them, if there are such layers.
         """
         self._widen()
         plan, programs = self.plan, self.compile()
@@ -170,6 +186,13 @@ class DeviceRows:
             np.array([0 if request is None else cached for request in placed], np.int32),
             *arguments,
         )
+        if states:
+            # Later rows use them again, and these are donated.
+            self._new = with_recurrent_states(self._new, jax.tree.map(jnp.copy, states))
+
+    def recurrent_states(self) -> Sequence[RecurrentState]:
+        """Return copies of the states of recurrent layers after what new rows have read."""
+        return copied_recurrent_states(self._new)
 
     def _new_places(self, slots: Sequence[int]) -> Sequence[int]:
         """Return which of the new rows are those for `slots`.

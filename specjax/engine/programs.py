@@ -20,6 +20,7 @@ from specjax.core import initial_state, loop
 from specjax.core.drafter import Sampling
 from specjax.core.drafter_errors import errors_of
 from specjax.core.plan import LoopPlan
+from specjax.core.recurrent_state import RecurrentState
 from specjax.core.state import (
     RUNNING,
     STOPPED,
@@ -30,6 +31,7 @@ from specjax.core.state import (
     copy_caches,
     give_back,
     lend,
+    recurrent_states,
     release,
     take,
     with_cached_lengths,
@@ -272,6 +274,12 @@ def _memory(params: Any, state: State, rows: State, temporaries: int) -> MemoryP
 def take_rows(state: State, rows: Int[Array, "A"], spare: Bool[Array, "A"]) -> State:
     """Return the state of `rows` alone, in that order; those marked `spare` are released."""
     return release(take(state, rows), spare)
+
+
+@jax.jit
+def copied_recurrent_states(state: State) -> list[RecurrentState]:
+    """Return copies of the states of recurrent layers, which outlive a state that is donated."""
+    return jax.tree.map(jnp.copy, recurrent_states(state))
 
 
 def _slots(loop_plan: LoopPlan, params: Any, *arguments: Any) -> State:
