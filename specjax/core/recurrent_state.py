@@ -56,12 +56,10 @@ class RecurrentState:
             decays = path(layer, window.log_decays)
             # The decays after each token of the path; those of the whole path come first.
             after = lax.cumsum(jnp.pad(decays, ((0, 0), (0, 1), (0, 0))), axis=1, reverse=True)
-            grouped = (*keys.shape[:3], -1)
-            weighted = jnp.exp(after[:, 1:]).reshape(grouped)[..., None]
-            weighted = weighted * values.reshape(*grouped, values.shape[3])
-            before = _layer(matrix, layer)
-            added = jnp.einsum("btgn,btgrp->bgrnp", keys, weighted, precision="highest")
-            new = before * jnp.exp(after[:, 0])[:, :, None, None] + added.reshape(before.shape)
+            weighted = jnp.exp(after[:, 1:])[..., None] * values
+            keys = jnp.repeat(keys, values.shape[2] // keys.shape[2], axis=2)
+            added = jnp.einsum("bthn,bthp->bhnp", keys, weighted, precision="highest")
+            new = _layer(matrix, layer) * jnp.exp(after[:, 0])[:, :, None, None] + added
             return lax.dynamic_update_index_in_dim(matrix, new, layer, 0)
 
         return RecurrentState(inputs, lax.fori_loop(0, len(self.matrix), advance, self.matrix))
