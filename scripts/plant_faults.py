@@ -160,7 +160,7 @@ FAULTS = (
         _VERIFY,
         "jnp.take_along_axis(result.features[name], slots[:, :, None], axis=1)",
         "result.features[name][:, : slots.shape[1]]",
-        ("own_cache", "loop_cache", "tree_drafters"),
+        ("own_cache", "loop_cache", "conformance/pairs"),
     ),
     Fault(
         "sampled_duplicate_dropped",

@@ -21,6 +21,7 @@ from conformance.cells import (
     taken,
 )
 from conformance.methods import LENGTH
+from conformance.passes import assert_remembered
 
 from specjax.core.state import FULL, STOPPED
 from specjax.sampling import RULES
@@ -98,8 +99,11 @@ class Conformance:
         """After each of some rounds; rows that are put back there end as if they had stayed."""
         state, last, counts = decoded(cell)
         for _ in range(SOME_ROUNDS):
-            state, _ = cell.program.run(state, 1)
+            before = state
+            state, _ = cell.program.run(before, 1)
             assert_cache(state)
+            if remembers_drafts(cell.drafter):
+                assert_remembered(cell.program, before, state)
         again, later = cell.program.run(restarted(cell.program, state))
         if not remembers_drafts(cell.drafter):
             assert outputs_of(again) == outputs_of(last)

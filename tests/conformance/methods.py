@@ -39,7 +39,7 @@ TREES = {
     "dynamic": TreeOptions(kind="dynamic", topk=2, depth=LENGTH, num_nodes=4),
 }
 TOPOLOGIES = (*TREES, "merged", "turns")
-"""Of a drafter alone; beside a lookup in one tree; after a lookup."""
+"""Of a drafter alone; beside a lookup in one tree; after a lookup, a static one if it can be."""
 LOOKUP = Ngram(prompt_lookup_min=1, num_matches=1)
 SOME = np.arange(7, dtype=np.int32)
 DFLASH2 = dict(conv_kernel_size=2, conv_group_size=8, selector_rank=3, selector_top_k=5)
@@ -163,7 +163,8 @@ def drafter(name, topology):
     """Return the drafter of a method in a topology, as one that takes turns."""
     if topology in ("static", "dynamic"):
         return take_turns(MAKERS[name](tree=TREES[topology]))
+    if topology == "turns":
+        tree = {"tree": TREES["static"]} if takes(name, "static") else {}
+        return take_turns(LOOKUP, MAKERS[name](**tree))
     made = (MAKERS | VARIANTS)[name]()
-    if topology == "merged":
-        return take_turns(merge_drafters(made, LOOKUP))
-    return take_turns(LOOKUP, made) if topology == "turns" else take_turns(made)
+    return take_turns(merge_drafters(made, LOOKUP) if topology == "merged" else made)
