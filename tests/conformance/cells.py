@@ -68,14 +68,19 @@ OTHERS = (
     ("eagle3", "dynamic", "rejection"),
 )
 """Cells that it has, too; all chains under `coupled` are in test_slots_and_pages."""
-USUAL_PAIRS = {"merged": ("suffix", "draft_model", "eagle3"), "turns": ("corpus", "medusa", "mtp")}
+USUAL_PAIRS = {
+    "merged": ("suffix", "draft_model", "eagle3", "lookahead"),
+    "turns": ("corpus", "medusa", "mtp"),
+}
 """The methods that the default suite has beside a lookup, under `rejection`."""
+
+USUAL_VARIANTS = "itself", "random", "draft_model_few_keys", "eagle3_few_keys"
 
 
 def is_usual(cell):
     """Return whether the default suite has a cell."""
     if cell.method in VARIANTS:
-        return cell.method in ("itself", "random") and cell.rule == "block"
+        return cell.method in USUAL_VARIANTS and cell.rule == "block"
     if dataclasses.astuple(cell) in OTHERS:
         return True
     if cell.topology in USUAL_PAIRS:

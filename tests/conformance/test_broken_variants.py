@@ -21,7 +21,7 @@ from conformance.cells import (
     taken,
 )
 from conformance.checks import FEW, assert_cache, assert_outputs
-from conformance.methods import LENGTH, VOCAB, drafter
+from conformance.methods import LENGTH, VOCAB, draft_model, drafter, target
 from conformance.passes import assert_remembered
 from decoding import Deciding, changed, random_distribution
 from test_tree_distribution import OwnTree
@@ -31,6 +31,8 @@ from specjax import sampling, trees
 from specjax.core.drafter import LoadedDrafter
 from specjax.core.turn_taking import PartState, joined
 from specjax.drafters import Drafter, merge_drafters, take_turns
+from specjax.methods.early_exit import EarlyExit
+from specjax.methods.sparse_kv import SparseKV
 from specjax.sampling import RULES, Decision
 
 
@@ -73,6 +75,14 @@ def shortened(real, params, state, context, noise):
     return draft.replace(valid=draft.valid & likely), state
 
 
+def over_all_keys(real, params, state, context, noise):
+    """A draft over few keys counts as drawn from the distributions over all of them."""
+    draft, state = real(params, state, context, noise)
+    everything = draft_model(num_speculative_tokens=LENGTH).drafter
+    claimed, _ = everything.propose(params, state, context, noise)
+    return draft.replace(logq=claimed.logq), state
+
+
 def with_replacement(real, params, state, context, noise):
     """The root's second child is drawn on its own, and may be the first again."""
     draft, state = real(params, state, context, noise)
@@ -101,6 +111,7 @@ def residual_is_p(tokens, num_valid, target, draft, uniforms):
         ("draft_model", "chain", "block", claimed),
         ("draft_model", "chain", "rejection", shortened),
         ("draft_model", "chain", Deciding(residual_is_p), None),
+        ("draft_model_few_keys", "chain", "rejection", over_all_keys),
         ("medusa", "static", "rejection", one_distribution_late),
         ("medusa", "static", "rejection", ranked_by_own_q),
         ("corpus", "chain", "rejection", uniformly_drawn),
@@ -243,7 +254,7 @@ def prompts_alone(real, params, state, context, accepted):
 @pytest.mark.parametrize(
     ("method", "topology", "observe"),
     [
-        ("eagle3", "chain", features_of_the_position_before),
+        *((name, "chain", features_of_the_position_before) for name in ("mtp", "dflash", "medusa")),
         ("draft_model", "dynamic", prompts_alone),
         ("eagle3", "merged", features_of_the_position_before),
         ("eagle3", "turns", prompts_alone),
@@ -271,6 +282,60 @@ def test_what_is_kept_of_another_row_is_found(method):
     moved = jax.tree.map(lambda leaf: jnp.roll(leaf, 1, axis=0), after.drafter)
     with pytest.raises(AssertionError):
         assert_remembered(program, before, after.replace(drafter=moved))
+
+
+def shifted(partial):
+    """The states of each slot are those of the one before."""
+    return dataclasses.replace(partial, states=jnp.roll(partial.states, 1, axis=1))
+
+
+def without_entries(partial):
+    """The keys and values of the layers that were skipped are not kept."""
+    empty = jax.tree.map(jnp.zeros_like, partial.window)
+    return dataclasses.replace(partial, window=empty)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OtherPartialPass(EarlyExit):
+    change: object = None
+
+    def propose(self, params, state, context, noise):
+        draft, state = super().propose(params, state, context, noise)
+        return draft.replace(partial=self.change(draft.partial)), state
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CommitsSkippedLayers(EarlyExit):
+    """Verification resumes after a draft that left out a layer, and commits its window."""
+
+    def propose(self, params, state, context, noise):
+        without = dataclasses.replace(context.target, skipped=(1,))
+        return super().propose(params, state, context.replace(target=without), noise)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CommitsFewKeys(SparseKV):
+    """Verification resumes after the layers that saw few keys, with its keys."""
+
+    def layers(self, params, context):
+        return context.target, context.params, self.model.config.num_layers
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        OtherPartialPass(3, exit_layer=1, change=shifted),
+        OtherPartialPass(3, exit_layer=1, change=without_entries),
+        CommitsSkippedLayers(3, exit_layer=3),
+        CommitsFewKeys(target().architecture, budget=3, sinks=1),
+    ],
+    ids=["shifted", "without_entries", "skipped_layers", "few_keys"],
+)
+def test_keys_of_drafts_that_are_committed_are_found(broken):
+    program = Program.of(take_turns(broken), RULES["coupled"])
+    state, _ = program.run(program.start(expected()[0]), 1)
+    with pytest.raises(AssertionError):
+        assert_cache(state)
 
 
 def of_the_neighbour(real, params, state, context, noise):
