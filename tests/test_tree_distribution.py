@@ -88,8 +88,8 @@ def check(loaded, name, rule, rows):
 
 
 USUAL = [
-    *(("own", rule) for rule in RULE_NAMES),
-    *((name, "block") for name in ("draft_model", "merged")),
+    *(("own", rule) for rule in ("rejection", "block")),
+    ("draft_model", "block"),
 ]
 
 
