@@ -6,7 +6,6 @@ So a cell is one compiled program, whatever is checked.
 
 import dataclasses
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -69,14 +68,19 @@ OTHERS = (
     ("eagle3", "dynamic", "rejection"),
 )
 """Cells that it has, too; all chains under `coupled` are in test_slots_and_pages."""
-USUAL_PAIRS = {"merged": ("suffix", "draft_model", "eagle3"), "turns": ("corpus", "medusa", "mtp")}
+USUAL_PAIRS = {
+    "merged": ("suffix", "draft_model", "eagle3", "lookahead"),
+    "turns": ("corpus", "medusa", "mtp"),
+}
 """The methods that the default suite has beside a lookup, under `rejection`."""
+
+USUAL_VARIANTS = "itself", "random", "draft_model_few_keys", "eagle3_few_keys"
 
 
 def is_usual(cell):
     """Return whether the default suite has a cell."""
     if cell.method in VARIANTS:
-        return cell.method in ("itself", "random") and cell.rule == "block"
+        return cell.method in USUAL_VARIANTS and cell.rule == "block"
     if dataclasses.astuple(cell) in OTHERS:
         return True
     if cell.topology in USUAL_PAIRS:
@@ -246,8 +250,11 @@ def counted(program, rows):
     """Return the counts of each three tokens in about `rows` rows, and the mean accepted length."""
     end = len(PROMPT) + LENGTH + 2
     found, accepted = np.zeros(VOCAB**3, np.int64), []
-    for first in itertools.takewhile(lambda one: one < rows, itertools.count(0, ROWS)):
-        state, counts = program.run(program.start(of_one_prompt(first)), LENGTH + 2)
+    read = program.start(of_one_prompt(0))
+    for first in range(0, rows, ROWS):
+        # The prompt is the same, and what is drawn depends on a row's key and index alone.
+        _, own, *_ = of_one_prompt(first)
+        state, counts = program.run(read.replace(rows=own), LENGTH + 2)
         outputs = np.asarray(state.tokens)[:, end - 3 : end]
         code = np.ravel_multi_index(tuple(outputs.T), (VOCAB,) * 3)
         found += np.bincount(code, minlength=VOCAB**3)
