@@ -7,6 +7,7 @@ import conftest
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from conformance.cells import (
     CAPACITY,
     ROWS,
@@ -20,7 +21,7 @@ from conformance.cells import (
     restarted,
     taken,
 )
-from conformance.methods import LENGTH
+from conformance.methods import LENGTH, target_with
 from conformance.passes import assert_remembered
 
 from specjax.core.state import FULL, STOPPED
@@ -56,7 +57,13 @@ def cache_distance(cache, wanted):
     """Return the largest difference of two caches in the tokens that the first one holds."""
     held = (jnp.arange(cache.capacity)[None, :] < cache.length[:, None])[None, :, None, :, None]
     pairs = (cache.k, wanted.k), (cache.v, wanted.v)
-    return jnp.stack([jnp.where(held, jnp.abs(one - other), 0).max() for one, other in pairs]).max()
+    found = [jnp.where(held, jnp.abs(one - other), 0).max() for one, other in pairs]
+    # Rows whose cache is empty have read nothing.
+    some = (cache.length > 0)[None, :]
+    for one, other in zip(*map(jax.tree.leaves, (cache.recurrent, wanted.recurrent)), strict=True):
+        read = some.reshape(*some.shape, *(1 for _ in one.shape[2:]))
+        found.append(jnp.where(read, jnp.abs(one - other), 0).max())
+    return jnp.stack(found).max()
 
 
 def assert_cache(state):
@@ -77,6 +84,12 @@ class Conformance:
     """The checks of the cells in a subclass's `cells`."""
 
     cells: tuple[Cell, ...] = ()
+
+    @pytest.fixture(autouse=True)
+    def _target(self, cell):
+        with target_with(cell.layers):
+            yield
+
     only: ClassVar = {"test_distribution": ("rejection", "block")}
     """The rules of a check that does not run under all: here those that draw anew each round."""
 

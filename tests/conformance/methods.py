@@ -1,5 +1,7 @@
 """A drafter of every method, for one tiny target, in every topology that the method takes."""
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 
@@ -27,6 +29,7 @@ from specjax.methods.draft_model.drafter import DraftModel
 from specjax.methods.ngram import Ngram
 from specjax.methods.quantized import Quantized
 from specjax.methods.registry import METHODS
+from specjax.models.config import Recurrence
 
 VOCAB = 8
 LENGTH = 2
@@ -48,15 +51,41 @@ RECORDED = 50_000
 """The number of rows for which `simulated` has tokens."""
 
 
-@functools.cache
+DELTA = Recurrence("delta", key_heads=1, value_heads=4, key_width=8, value_width=8)
+MAMBA2 = Recurrence("mamba2", key_heads=1, value_heads=4, key_width=8, value_width=8)
+LAYERS = {
+    "attention": {},
+    "delta": dict(recurrence=DELTA, mixers=("recurrent", "attention"), family="qwen3_5_text"),
+    "mamba2": dict(recurrence=MAMBA2, mixers=("recurrent", "attention"), family="bamba"),
+}
+"""The layers of a target: of attention alone, or with recurrent ones between them."""
+_layers = contextvars.ContextVar("layers", default="attention")
+
+
+@contextlib.contextmanager
+def target_with(layers):
+    """Let `target` be one with other layers inside this context."""
+    token = _layers.set(layers)
+    yield
+    _layers.reset(token)
+
+
+def per_target(function):
+    """Return a function that computes its result once for each target and arguments."""
+    cached = functools.cache(lambda layers, *arguments: function(*arguments))
+    return functools.wraps(function)(lambda *arguments: cached(_layers.get(), *arguments))
+
+
+@per_target
 def target():
-    """Return the target of all cells."""
+    """Return the target of all cells with the current layers."""
     shape = dict(hidden_size=32, intermediate_size=32, num_heads=2, num_kv_heads=1, head_dim=16)
-    config = tiny_config(vocab_size=VOCAB, max_positions=64, **shape)
+    layers = LAYERS[_layers.get()]
+    config = tiny_config(vocab_size=VOCAB, max_positions=64, **shape, **layers)
     return random_model(config, 0, dtype="float32")
 
 
-@functools.cache
+@per_target
 def similar():
     """Return the target with noise on its weights."""
     rng = np.random.default_rng(0)
@@ -173,7 +202,7 @@ def takes(name, topology):
     return "tree" in drafter_options(name) and (name, topology) not in REFUSED
 
 
-@functools.cache
+@per_target
 def drafter(name, topology):
     """Return the drafter of a method in a topology, as one that takes turns."""
     if topology in ("static", "dynamic"):

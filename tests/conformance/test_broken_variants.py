@@ -5,6 +5,7 @@ What shows in few tokens only is in test_tree_distribution, and rules alone in e
 
 import dataclasses
 import itertools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -21,18 +22,23 @@ from conformance.cells import (
     taken,
 )
 from conformance.checks import FEW, assert_cache, assert_outputs
-from conformance.methods import LENGTH, VOCAB, draft_model, drafter, target
+from conformance.methods import LENGTH, VOCAB, draft_model, drafter, target, target_with
 from conformance.passes import assert_remembered
+from conftest import slow
 from decoding import Deciding, changed, random_distribution
+from flax import struct
 from test_tree_distribution import OwnTree
 from test_turn_taking import Bigrams, says
 
 from specjax import sampling, trees
 from specjax.core.drafter import LoadedDrafter
+from specjax.core.recurrent_state import RecurrentState
 from specjax.core.turn_taking import PartState, joined
 from specjax.drafters import Drafter, merge_drafters, take_turns
 from specjax.methods.early_exit import EarlyExit
 from specjax.methods.sparse_kv import SparseKV
+from specjax.models.decoder import Decoder
+from specjax.models.layers.recurrence import Ancestors
 from specjax.sampling import RULES, Decision
 
 
@@ -388,3 +394,65 @@ def test_wrong_caches_and_ends_are_found():
     assert outputs_of(swapped) != outputs_of(last)
     with pytest.raises(AssertionError):
         assert_outputs(jax.block_until_ready(swapped), counts, "coupled")
+
+
+class SlotBefore(Decoder):
+    """Recurrent layers continue from the slot before instead of the parent's."""
+
+    def extend(self, params, tokens, positions, cache, window, start, visible, **options):
+        before = jnp.tril(jnp.ones(visible.shape, bool))
+        real = Ancestors.of
+        with mock.patch.object(Ancestors, "of", lambda _, width: real(before, width)):
+            arguments = params, tokens, positions, cache, window, start, visible
+            return super().extend(*arguments, **options)
+
+
+class InputsOfTheNeighbour(Decoder):
+    """Convolutions read the committed inputs of another row."""
+
+    def extend(self, params, tokens, positions, cache, window, start, visible, **options):
+        recurrent = cache.recurrent
+        moved = recurrent.replace(inputs=jnp.roll(recurrent.inputs, 1, axis=1))
+        arguments = params, tokens, positions, cache.replace(recurrent=moved), window
+        return super().extend(*arguments, start, visible, **options)
+
+
+@struct.dataclass
+class OneTooFar(RecurrentState):
+    """A state that advances over one token more than is committed."""
+
+    def advanced(self, window, slots, count):
+        return super().advanced(window, slots, jnp.minimum(count + 1, slots.shape[1]))
+
+
+class CommittedTooFar(Decoder):
+    """States are committed one token too far."""
+
+    def make_cache(self, batch, capacity):
+        cache = super().make_cache(batch, capacity)
+        return cache.replace(recurrent=OneTooFar(cache.recurrent.inputs, cache.recurrent.matrix))
+
+
+@pytest.mark.parametrize("layers", ["delta", *slow("mamba2")])
+@pytest.mark.parametrize(
+    ("kind", "topology"),
+    [
+        (Decoder, "static"),
+        (SlotBefore, "static"),
+        (InputsOfTheNeighbour, "chain"),
+        (CommittedTooFar, "chain"),
+    ],
+)
+def test_states_of_other_tokens_are_found(layers, kind, topology):
+    with target_with(layers):
+        program = Cell("draft_model", topology, "coupled", layers).program
+        model = program.plan.target
+        values = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
+        plan = dataclasses.replace(program.plan, target=kind(**values))
+        program = dataclasses.replace(program, plan=plan)
+        found = program.run(program.start(expected()[0]))
+        if kind is Decoder:
+            assert_outputs(*found, "coupled")
+            return
+        with pytest.raises(AssertionError):
+            assert_outputs(*found, "coupled")
