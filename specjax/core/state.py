@@ -15,7 +15,6 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from specjax.core.cache import KVCache, Window, set_rows
 from specjax.core.drafter import Sampling
-from specjax.core.recurrent_state import RecurrentState
 from specjax.distributed.sharding import num_parts
 
 RUNNING, STOPPED, FULL, FAILED = 0, 1, 2, 3
@@ -224,17 +223,26 @@ def with_cached_lengths(state: State, length: Int[Array, "B"]) -> State:
     return _map_caches(lambda cache: cache.replace(length=length), state)
 
 
-def recurrent_states(tree: Any) -> list[RecurrentState]:
-    """Return the states of recurrent layers in all caches of a tree, in order, if there are any."""
-    return [cache.recurrent for cache in _caches(tree) if cache.recurrent is not None]
+def is_recurrent(tree: Any) -> bool:
+    """Return whether a cache in a tree has the state of recurrent layers."""
+    return any(cache.recurrent is not None for cache in _caches(tree))
 
 
-def with_recurrent_states(state: State, states: Sequence[RecurrentState]) -> State:
-    """Return the state with other `recurrent_states`, in the same order."""
-    given = iter(states)
+def cached_states(state: State) -> list[KVCache]:
+    """Return the length of each cache, and its state of recurrent layers, without entries.
+
+    With entries of the same rows, `with_cached_states` continues from there.
+    """
+    return [cache.without_entries() for cache in _caches(state)]
+
+
+def with_cached_states(state: State, caches: Sequence[KVCache]) -> State:
+    """Return the state with the lengths and recurrent states that `cached_states` returned."""
+    given = iter(caches)
 
     def change(cache: KVCache) -> KVCache:
-        return cache if cache.recurrent is None else cache.replace(recurrent=next(given))
+        one = next(given)
+        return cache.replace(length=one.length, recurrent=one.recurrent)
 
     return _map_caches(change, state)
 

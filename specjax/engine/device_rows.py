@@ -14,13 +14,13 @@ from jaxtyping import Int
 
 from specjax import controllers
 from specjax.controllers import StepRecord
+from specjax.core.cache import KVCache
 from specjax.core.drafter import StepLimits
-from specjax.core.recurrent_state import RecurrentState
 from specjax.core.state import (
     Packed,
     State,
+    with_cached_states,
     with_entries,
-    with_recurrent_states,
     without_entries,
 )
 from specjax.distributed.sharding import first_device
@@ -29,7 +29,7 @@ from specjax.engine.plan import DecodePlan, flags_of
 from specjax.engine.programs import (
     Programs,
     compile_plan,
-    copied_recurrent_states,
+    copied_states,
     is_compiled,
     put_rows,
     row_arguments,
@@ -164,12 +164,12 @@ class DeviceRows:
         requests: Sequence[Request],
         slots: Sequence[int],
         cached: int = 0,
-        states: Sequence[RecurrentState] = (),
+        states: Sequence[KVCache] = (),
     ) -> None:
         """Start new rows, whose prompts will be read, for free `slots`.
 
-        In a pool, the rows' pages hold their first `cached` tokens; `states` are those of recurrent
-        layers after them, if there are such layers.
+        In a pool, the rows' pages hold their first `cached` tokens; `states` are the
+        `cached_states` after them if there are recurrent layers.
         """
         self._widen()
         plan, programs = self.plan, self.compile()
@@ -188,11 +188,11 @@ class DeviceRows:
         )
         if states:
             # Later rows use them again, and these are donated.
-            self._new = with_recurrent_states(self._new, jax.tree.map(jnp.copy, states))
+            self._new = with_cached_states(self._new, jax.tree.map(jnp.copy, states))
 
-    def recurrent_states(self) -> Sequence[RecurrentState]:
-        """Return copies of the states of recurrent layers after what new rows have read."""
-        return copied_recurrent_states(self._new)
+    def cached_states(self) -> Sequence[KVCache]:
+        """Return copies of lengths and recurrent states after what the new rows have read."""
+        return copied_states(self._new)
 
     def _new_places(self, slots: Sequence[int]) -> Sequence[int]:
         """Return which of the new rows are those for `slots`.

@@ -468,7 +468,7 @@ class Engine:
                     self._under_way.append(_RunningPrefill(ready, begun))
                     before, reading.position = reading.position, end
                     if self._scheduler.keeps_states(before):
-                        self._scheduler.keep(self._rows.recurrent_states())
+                        self._scheduler.keep(self._rows.cached_states())
                 budget -= round_up(count, self.plan.loop.chunks[-1])
             if reading.position == reading.longest:
                 self._admit(reading)

@@ -18,7 +18,7 @@ from specjax.controllers import Controller, DrafterSizes, Fixed, StepSizes
 from specjax.core.language_model import LanguageModel
 from specjax.core.none import NoDrafter
 from specjax.core.plan import LoopPlan
-from specjax.core.state import recurrent_states
+from specjax.core.state import is_recurrent
 from specjax.core.verify import check_rule_shapes
 from specjax.distributed.sharding import (
     DATA,
@@ -356,7 +356,7 @@ def _has_recurrent_layers(target: LanguageModel, drafter: Turns, draft_params: A
     def caches(draft_params: Any) -> Any:
         return target.make_cache(1, CACHE_BLOCK), drafter.init(draft_params, 1, CACHE_BLOCK)
 
-    return bool(recurrent_states(jax.eval_shape(caches, draft_params)))
+    return is_recurrent(jax.eval_shape(caches, draft_params))
 
 
 def check_pages_on_mesh(num_pages: int | None, data: int) -> None:

@@ -17,21 +17,21 @@ from jaxtyping import Array, Bool, Int
 
 from specjax.controllers import StepRecord
 from specjax.core import initial_state, loop
+from specjax.core.cache import KVCache
 from specjax.core.drafter import Sampling
 from specjax.core.drafter_errors import errors_of
 from specjax.core.plan import LoopPlan
-from specjax.core.recurrent_state import RecurrentState
 from specjax.core.state import (
     RUNNING,
     STOPPED,
     RowProperties,
     State,
     admit,
+    cached_states,
     clear_caches,
     copy_caches,
     give_back,
     lend,
-    recurrent_states,
     release,
     take,
     with_cached_lengths,
@@ -277,9 +277,9 @@ def take_rows(state: State, rows: Int[Array, "A"], spare: Bool[Array, "A"]) -> S
 
 
 @jax.jit
-def copied_recurrent_states(state: State) -> list[RecurrentState]:
-    """Return copies of the states of recurrent layers, which outlive a state that is donated."""
-    return jax.tree.map(jnp.copy, recurrent_states(state))
+def copied_states(state: State) -> list[KVCache]:
+    """Return copies of `cached_states`, which outlive a state that is donated."""
+    return jax.tree.map(jnp.copy, cached_states(state))
 
 
 def _slots(loop_plan: LoopPlan, params: Any, *arguments: Any) -> State:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int
 
-from specjax.core.recurrent_state import RecurrentState
+from specjax.core.cache import KVCache
 from specjax.engine.outputs import RequestId
 from specjax.engine.pages import PagePool, RowPages
 from specjax.engine.plan import DecodePlan, round_up
@@ -33,7 +33,7 @@ class Reading:
     position: int = 0
     begun: bool = False
     num_shared: int = 0
-    states: Sequence[RecurrentState] = ()
+    states: Sequence[KVCache] = ()
 
     @property
     def longest(self) -> int:
@@ -183,7 +183,7 @@ class Scheduler:
         kept = self.pages.next_kept(row, begin, self._chunks)
         return not row.ended and self.reading.position == kept
 
-    def keep(self, states: Sequence[RecurrentState]) -> None:
+    def keep(self, states: Sequence[KVCache]) -> None:
         """Keep states of recurrent layers after what has been read of the only row's prompt."""
         (row,) = self.reading.rows.values()
         self.pages.keep(row, self.reading.position, states)

@@ -13,7 +13,18 @@ import jax
 import numpy as np
 import pytest
 from conformance.cells import WARPS, remembers_drafts
-from conformance.methods import LENGTH, METHODS, TOPOLOGIES, VOCAB, drafter, takes, target
+from conformance.methods import (
+    LAYERS,
+    LENGTH,
+    METHODS,
+    TOPOLOGIES,
+    VOCAB,
+    drafter,
+    per_target,
+    takes,
+    target,
+    target_with,
+)
 from conftest import slow
 from decoding import make_call
 from hypothesis import given, settings
@@ -64,8 +75,9 @@ def alone(call):
     return found
 
 
-@pytest.fixture(scope="module")
+@per_target
 def plain():
+    """Return the tokens of each request by plain decoding."""
     return {number: result[0] for number, result in alone(call_of(None)).items()}
 
 
@@ -83,12 +95,30 @@ USUAL = [case for case in CASES if case[1] == "chain"]
         *slow(*((*case, "block") for case in CASES if case[0] != "none")),
     ],
 )
-def test_rows_in_company_give_what_they_give_alone(method, topology, rule, plain):
+def test_rows_in_company_give_what_they_give_alone(method, topology, rule):
     loaded = None if method == "none" else drafter(method, topology)
-    call = call_of(loaded, rule)
+    assert_same_in_company(loaded, call_of(loaded, rule), rule)
+
+
+@pytest.mark.parametrize(
+    ("layers", "method", "topology"),
+    [
+        *(("delta", name, "chain") for name in ("none", "draft_model", "early_exit")),
+        *slow(*((kind, *case) for kind in LAYERS if kind != "attention" for case in CASES)),
+    ],
+)
+def test_states_of_recurrent_layers_in_company(layers, method, topology):
+    """Prefixes are shared where the states after them were kept, at the ends of pages."""
+    with target_with(layers):
+        loaded = None if method == "none" else drafter(method, topology)
+        call = call_of(loaded).with_loop(chunks=(PAGE,)).with_options(max_prefill_tokens=4 * PAGE)
+        assert_same_in_company(loaded, call, "coupled")
+
+
+def assert_same_in_company(loaded, call, rule):
     wanted = alone(call)
     if rule == "coupled":
-        assert {number: result[0] for number, result in wanted.items()} == plain
+        assert {number: result[0] for number, result in wanted.items()} == plain()
     dense = Engine.of(call.plan)
     pages = Engine.of(paged(call, NUM_PAGES, shares=True, size=PAGE).plan)
     for engine in (dense, pages):
