@@ -21,7 +21,7 @@ from specjax.methods.mtp import own_modules
 from specjax.models.mtp import Mtp
 
 FAMILIES = GOLDENS / "families"
-NAMES = ("glm4_moe", "mimo", "deepseek_v3")
+NAMES = ("glm4_moe", "mimo", "deepseek_v3", "qwen3_5_text", "qwen3_5")
 
 
 @pytest.fixture(params=NAMES, scope="module")

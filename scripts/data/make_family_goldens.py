@@ -12,9 +12,9 @@ Each folder is a checkpoint as `save_pretrained` writes it, and golden.npz: `tok
 Windows are shorter than the text, soft caps small enough to matter, biases and norms random.
 Multimodal families read the text alone.
 Families with modules for multi-token prediction have one: `mtp_logits` [2, 39, V] are its logits
-for all pairs, computed with transformers' layers in the order of vLLM's `glm4_moe_mtp` and
-`mimo_mtp`, and `mtp_drafts` [2, 3] the tokens that it drafts after the last pair from its own
-outputs.
+for all pairs, computed with transformers' layers in the order of vLLM's `glm4_moe_mtp`,
+`mimo_mtp` and `qwen3_next_mtp`, and `mtp_drafts` [2, 3] the tokens that it drafts after the last
+pair from its own outputs.
 """
 
 from __future__ import annotations
@@ -337,7 +337,8 @@ FAMILIES |= {
     },
 }
 RECURRENT = ("qwen3_5_text", "qwen3_5", "lfm2", "granitemoehybrid", "bamba", "nemotron_h")
-WITH_MODULES = ("glm4_moe", "mimo", "deepseek_v3")
+QWEN_MODULES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe")
+WITH_MODULES = ("glm4_moe", "mimo", "deepseek_v3", *QWEN_MODULES)
 WRITTEN_AS = {"mimo": "qwen2"}
 """Families that transformers lacks, each with a family that has the same decoder."""
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -364,6 +365,8 @@ and an announced module whose tensors transformers does not write, as when it sa
 with and without a latent, and rotated halves; and experts in MXFP4.
 """
 DRAFTS = 3
+FIRST_SEED = {"qwen3_5_text": 6}
+"""Where an earlier seed gives states of nearly zero before a norm, which magnifies rounding."""
 
 
 class Module(torch.nn.Module):
@@ -371,25 +374,32 @@ class Module(torch.nn.Module):
 
     def __init__(self, name: str, model: Any) -> None:
         super().__init__()
-        config, width = model.config, model.config.hidden_size
-        layers = type(model.model.layers[-1])
-        norms = type(model.model.norm)
+        text = text_part(model)
+        config, width = text.config, text.config.hidden_size
+        layers, norms = type(text.layers[-1]), type(text.norm)
 
         def norm() -> torch.nn.Module:
             return norms(width, eps=config.rms_norm_eps)
 
-        # The index says whether the layer has experts.
-        self.layer = layers(config, config.num_hidden_layers - 1)
+        # The index says whether the layer has experts, and that it has attention.
+        kinds = getattr(config, "layer_types", None) or [FULL] * config.num_hidden_layers
+        self.layer = layers(config, max(i for i, kind in enumerate(kinds) if kind == FULL))
         self.embedding_norm, self.hidden_norm, self.final_norm = norm(), norm(), norm()
         self.projection = torch.nn.Linear(2 * width, width, bias=False)
         self.config, self.hidden_first = config, name == "mimo"
-        self.prefix = "model.mtp_layers.0." if name == "mimo" else "model.layers.3."
-        self.names = NAMES_OF_MIMO if name == "mimo" else NAMES_OF_GLM
+        self.keeps_first = name in QWEN_MODULES
+        self.prefix, self.layer_prefix, self.names = "model.layers.3.", "", NAMES_OF_GLM
+        if name == "mimo":
+            self.prefix, self.names = "model.mtp_layers.0.", NAMES_OF_MIMO
+        elif name in QWEN_MODULES:
+            self.prefix, self.layer_prefix, self.names = "mtp.", "layers.0.", NAMES_OF_QWEN
 
     def forward(self, model: Any, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Return the normed outputs at positions 0, 1, ... for pairs of tokens and states."""
-        embedded = model.model.embed_tokens(tokens)
-        embedded[:, 0] = 0.0
+        text = text_part(model)
+        embedded = text.embed_tokens(tokens)
+        if not self.keeps_first:
+            embedded[:, 0] = 0.0
         both = [self.embedding_norm(embedded), self.hidden_norm(hidden)]
         x = self.projection(torch.cat(both[::-1] if self.hidden_first else both, dim=-1))
         count = tokens.shape[1]
@@ -399,7 +409,7 @@ class Module(torch.nn.Module):
             x,
             attention_mask=mask,
             position_ids=positions,
-            position_embeddings=model.model.rotary_emb(x, positions),
+            position_embeddings=text.rotary_emb(x, positions),
         )
         return self.final_norm(out[0] if isinstance(out, tuple) else out)
 
@@ -412,6 +422,7 @@ class Module(torch.nn.Module):
         found = {}
         for name, value in self.state_dict().items():
             part, _, rest = name.partition(".")
+            rest = self.layer_prefix + rest if part == "layer" else rest
             if rest.endswith("experts.gate_up_proj"):
                 start = self.prefix + rest.removesuffix("gate_up_proj")
                 for expert, both in enumerate(value):
@@ -425,7 +436,7 @@ class Module(torch.nn.Module):
                 found[self.prefix + rest] = value
             else:
                 found[f"{self.prefix}{self.names[part]}.{rest}"] = value
-        if not self.hidden_first:
+        if self.names is NAMES_OF_GLM:
             found[self.prefix + "embed_tokens.weight"] = model.model.embed_tokens.weight.clone()
             found[self.prefix + "shared_head.head.weight"] = model.lm_head.weight.clone()
         return found
@@ -443,11 +454,22 @@ NAMES_OF_MIMO = {
     "projection": "input_proj",
     "final_norm": "final_layernorm",
 }
+NAMES_OF_QWEN = {
+    "embedding_norm": "pre_fc_norm_embedding",
+    "hidden_norm": "pre_fc_norm_hidden",
+    "projection": "fc",
+    "final_norm": "norm",
+}
+
+
+def text_part(model: Any) -> Any:
+    """Return the decoder of a model for text, or for images and text."""
+    return getattr(model.model, "language_model", model.model)
 
 
 def modules_outputs(module: Module, model: Any, tokens: torch.Tensor) -> dict[str, np.ndarray]:
     """Return the arrays to save of a module: its logits, and the drafts of its recursion."""
-    hidden = model.model(tokens, use_cache=False).last_hidden_state[:, :-1]
+    hidden = text_part(model)(tokens, use_cache=False).last_hidden_state[:, :-1]
     read, drafts, logits = tokens[:, 1:], [], []
     for _ in range(DRAFTS):
         normed = module(model, read, hidden)
@@ -456,7 +478,7 @@ def modules_outputs(module: Module, model: Any, tokens: torch.Tensor) -> dict[st
         read = torch.cat([read, drafts[-1]], dim=1)
         hidden = torch.cat([hidden, normed[:, -1:]], dim=1)
     return {
-        "mtp_logits": logits[0].numpy(),
+        "mtp_logits": logits[0].float().numpy(),
         "mtp_drafts": torch.cat(drafts, dim=1).numpy().astype(np.int32),
     }
 
@@ -469,7 +491,12 @@ def add_module(folder: Path, name: str, module: Module, model: Any) -> None:
     }
     save_file({**load_file(path), **tensors}, path, {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    config["num_nextn_predict_layers"] = 1
+    if "text_config" in config:
+        config["text_config"]["mtp_num_hidden_layers"] = 1
+    elif name in QWEN_MODULES and name != "qwen3_next":  # which does not announce it
+        config["mtp_num_hidden_layers"] = 1
+    elif name not in QWEN_MODULES:
+        config["num_nextn_predict_layers"] = 1
     if name in WRITTEN_AS:
         config |= {"model_type": name, "architectures": ["MiMoForCausalLM"]}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -499,7 +526,7 @@ def store_mxfp4(folder: Path, quantization: dict[str, Any]) -> None:
 def randomise(model: Any) -> None:
     """Give a model random weights with a spread at which every part matters."""
     family = model.config.model_type
-    offset = 0.0 if "gemma" in family or "qwen3_5" in family else 1.0
+    offset = 0.0 if any(name in family for name in ("gemma", "qwen3_5", "qwen3_next")) else 1.0
     with torch.no_grad():
         for name, value in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
@@ -528,7 +555,7 @@ def write(name: str, folder: Path, settings: dict[str, Any], module: bool) -> No
     """Save one model and its outputs, using the first seed whose greedy choices are clear."""
     settings = dict(settings)
     quantization = settings.pop("quantization_config", None)
-    for seed in range(50):
+    for seed in range(FIRST_SEED.get(folder.name, 0), 50):
         shutil.rmtree(folder, ignore_errors=True)
         torch.manual_seed(seed)
         config = AutoConfig.for_model(WRITTEN_AS.get(name, name), **settings)
@@ -551,7 +578,7 @@ def write(name: str, folder: Path, settings: dict[str, Any], module: bool) -> No
             drafting = Module(name, model)
             randomise(drafting)
             # Not the model, whose rotary frequencies would be rounded too.
-            drafting = drafting.to(torch.bfloat16).float().eval()
+            drafting = drafting.to(torch.bfloat16).to(exact).eval()
             add_module(folder, name, drafting, model)
         tokens = torch.randint(2, VOCAB, (ROWS, TOKENS))
         rows, margin = tokens, np.inf

@@ -76,7 +76,8 @@ def read_headers(directory: Path, family: Family) -> dict[str, StoredTensor]:
             f"{directory}: the text part of a model of model_type={part.model_type!r}, without the "
             f"{len(whole) - len(stored)} tensors of its other parts"
         )
-    names = parameter_names.canonical(family.tensors, [tensor.name for tensor in stored])
+    modules = "" if family.mtp is None else family.mtp.prefix + family.mtp.layer
+    names = parameter_names.canonical(family.tensors, [tensor.name for tensor in stored], modules)
     tensors: dict[str, StoredTensor] = {}
     for tensor in stored:
         name = names[tensor.name]

@@ -211,13 +211,16 @@ def allocate(table: dict[str, Any], dtype: Any) -> dict[str, Any]:
     return jax.tree.map(lambda entry: aligned_zeros(entry.shape, entry.dtype(dtype)), table)
 
 
-def canonical(table: Collection[TensorEntry], names: Collection[str]) -> dict[str, str]:
+def canonical(
+    table: Collection[TensorEntry], names: Collection[str], other: str = ""
+) -> dict[str, str]:
     """Return the name in the table for each name of a checkpoint's tensor.
 
     They may differ in their prefix: some tools omit that of layer names ("model."), or put names of
     wrapping modules before or in place of it ("language_model.model.", "model.language_model.",
     "module."). A norm of the first layer shows which prefix is used; the name of the output head
-    may begin with all or some of the wrapping modules.
+    may begin with all or some of the wrapping modules. If `other` is not empty, the layers whose
+    names begin with it are not the decoder's.
     """
     scales = (entry for entry in table if entry.path[-1] == "scale")
     norm = next(entry.name for entry in scales if entry.path[0] == "layers")
@@ -225,7 +228,9 @@ def canonical(table: Collection[TensorEntry], names: Collection[str]) -> dict[st
     base, dot, rest = norm.replace("{layer}", "0").partition(".")
     base += dot
     prefixes = {
-        name.removesuffix(rest) for name in names if name == rest or name.endswith("." + rest)
+        name.removesuffix(rest)
+        for name in names
+        if name == rest or (name.endswith("." + rest) and not (other and name.startswith(other)))
     }
     prefix = base if base in prefixes or not prefixes else min(prefixes, key=len)
     modules = prefix.split(".")[:-1]

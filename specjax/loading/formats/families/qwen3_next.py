@@ -23,12 +23,14 @@ _PARTS = (
 )
 _MTP = MtpLayout(
     prefix="mtp",
+    layer=".layers.0",
     names={
         "embedding_norm": "pre_fc_norm_embedding",
         "hidden_norm": "pre_fc_norm_hidden",
         "projection": "fc",
         "final_norm": "norm",
     },
+    zero_first_embedding=False,
 )
 
 QWEN3_5 = Family(
@@ -36,4 +38,5 @@ QWEN3_5 = Family(
     architecture="Qwen3_5ForCausalLM",
     parts=_PARTS,
     tensors=table("huggingface", fused=_FUSED),
+    mtp=_MTP,
 )
