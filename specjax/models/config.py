@@ -27,6 +27,9 @@ to them within a round, are int32."""
 _SMALLEST_REAL, _LARGEST_REAL = 1e-15, 1e15
 """Limits that keep the quotient of any two of a config's reals finite and non-zero in float32."""
 
+UNLIMITED = _LARGEST_REAL
+"""A limit that no number reaches; metadata of checkpoints are JSON, which has no infinity."""
+
 
 @dataclass(frozen=True)
 class RopeScaling:
@@ -201,7 +204,7 @@ class Recurrence:
     value_width: int = 1
     conv_bias: bool = False
     bias: bool = False
-    step_limits: tuple[float, float] = (0.0, float("inf"))
+    step_limits: tuple[float, float] = (0.0, UNLIMITED)
     negative_eigenvalues: bool = False
 
     @property

@@ -8,7 +8,7 @@ from typing import Any
 from specjax.loading.formats.families import schema
 from specjax.loading.formats.families.schema import FULL, Part, Values
 from specjax.loading.typed_fields import Fields
-from specjax.models.config import DecoderConfig
+from specjax.models.config import UNLIMITED, DecoderConfig
 
 LINEAR = "linear_attention"
 """The name that transformers 5 uses for recurrent layers with a matrix."""
@@ -130,21 +130,20 @@ def step_limits(name: str) -> Part:
         if stated is None:
             return {}
         limits = stated if isinstance(stated, list) else []
-        limits = [_UNLIMITED if one == _JSON_INFINITY else one for one in limits]
+        limits = [UNLIMITED if one in _INFINITE else one for one in limits]
         if len(limits) != 2 or not all(type(one) in (int, float) for one in limits):
             raise fields.fail(name, "must be two numbers")
         return {"recurrence.step_limits": tuple(map(float, limits))}
 
     def write(config: DecoderConfig) -> dict[str, Any]:
         recurrence = config.recurrence
-        if recurrence is None or recurrence.step_limits == (0.0, _UNLIMITED):
+        if recurrence is None or recurrence.step_limits == (0.0, UNLIMITED):
             return {}
         low, high = recurrence.step_limits
-        return {name: [low, _JSON_INFINITY if high == _UNLIMITED else high]}
+        return {name: [low, _INFINITE[0] if high == UNLIMITED else high]}
 
     return Part(read, write)
 
 
-_UNLIMITED = float("inf")
-_JSON_INFINITY = {"__float__": "Infinity"}
-"""Infinity as transformers 5 writes it, since JSON has none."""
+_INFINITE = ({"__float__": "Infinity"}, float("inf"))
+"""Infinity as transformers 5 writes it, since JSON has none, and as transformers 4 does."""
