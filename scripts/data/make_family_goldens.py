@@ -234,6 +234,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 LINEAR_LAYER = "linear_attention"
+QWEN_EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 20,
+}
 MAMBA = {
     "mamba_n_heads": 8,
     "mamba_d_head": 8,
@@ -252,6 +258,19 @@ FAMILIES |= {
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 8,
         "linear_value_head_dim": 6,
+    },
+    "qwen3_next": SIZES
+    | QWEN_EXPERTS
+    | {
+        "num_hidden_layers": 3,
+        "head_dim": 12,
+        "rope_parameters": ROPE | {"partial_rotary_factor": 0.5},
+        "layer_types": [LINEAR_LAYER, LINEAR_LAYER, FULL],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 6,
+        "norm_topk_prob": True,
     },
     "lfm2": {name: value for name, value in SIZES.items() if name != "rms_norm_eps"}
     | {
@@ -336,7 +355,17 @@ FAMILIES |= {
         "tie_word_embeddings": False,
     },
 }
-RECURRENT = ("qwen3_5_text", "qwen3_5", "lfm2", "granitemoehybrid", "bamba", "nemotron_h")
+FAMILIES["qwen3_5_moe_text"] = {
+    name: value for name, value in FAMILIES["qwen3_5_text"].items() if name != "intermediate_size"
+} | {"num_hidden_layers": 3, "layer_types": [LINEAR_LAYER, FULL, LINEAR_LAYER], **QWEN_EXPERTS}
+FAMILIES["qwen3_5_moe"] = FAMILIES["qwen3_5"] | {
+    "text_config": FAMILIES["qwen3_5_moe_text"]
+    | {"rope_parameters": FAMILIES["qwen3_5"]["text_config"]["rope_parameters"]}
+}
+RECURRENT = (
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe"),
+    *("lfm2", "granitemoehybrid", "bamba", "nemotron_h"),
+)
 QWEN_MODULES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe")
 WITH_MODULES = ("glm4_moe", "mimo", "deepseek_v3", *QWEN_MODULES)
 WRITTEN_AS = {"mimo": "qwen2"}
@@ -365,7 +394,7 @@ and an announced module whose tensors transformers does not write, as when it sa
 with and without a latent, and rotated halves; and experts in MXFP4.
 """
 DRAFTS = 3
-FIRST_SEED = {"qwen3_5_text": 6}
+FIRST_SEED = {"qwen3_5_text": 6, "qwen3_5_moe_text": 1}
 """Where an earlier seed gives states of nearly zero before a norm, which magnifies rounding."""
 
 
@@ -502,6 +531,21 @@ def add_module(folder: Path, name: str, module: Module, model: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
+def merge_experts(folder: Path) -> None:
+    """Store the experts of a saved checkpoint in one tensor per layer, as it is published."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for start in {name.partition(".0.gate_proj")[0] for name in tensors if ".0.gate_proj" in name}:
+        kernels: dict[str, list[torch.Tensor]] = {kind: [] for kind in ("gate", "up", "down")}
+        while f"{start}.{len(kernels['up'])}.up_proj.weight" in tensors:
+            expert = len(kernels["up"])
+            for kind, of_kind in kernels.items():
+                of_kind.append(tensors.pop(f"{start}.{expert}.{kind}_proj.weight"))
+        gate, up, down = map(torch.stack, kernels.values())
+        tensors |= {f"{start}.gate_up_proj": torch.cat([gate, up], 1), f"{start}.down_proj": down}
+    save_file(tensors, path, {"format": "pt"})
+
+
 def store_mxfp4(folder: Path, quantization: dict[str, Any]) -> None:
     """Round the experts of a saved checkpoint to MXFP4, and store them as gpt-oss has them."""
     path, tensors = folder / "model.safetensors", {}
@@ -564,6 +608,8 @@ def write(name: str, folder: Path, settings: dict[str, Any], module: bool) -> No
         model = classes.from_config(config)
         randomise(model)
         model.to(torch.bfloat16).save_pretrained(folder)
+        if name == "qwen3_5_moe":
+            merge_experts(folder)
         options = {}
         if quantization is not None:
             store_mxfp4(folder, quantization)
@@ -571,7 +617,11 @@ def write(name: str, folder: Path, settings: dict[str, Any], module: bool) -> No
         # In float32 transformers' chunked recurrences are wrong in the fourth digit.
         exact = torch.float64 if name in RECURRENT else torch.float32
         model = classes.from_pretrained(
-            folder, dtype=exact, attn_implementation="eager", **options
+            folder,
+            dtype=exact,
+            attn_implementation="eager",
+            experts_implementation="eager",
+            **options,
         ).eval()
         outputs = {}
         if module:

@@ -15,6 +15,7 @@ from specjax.errors import InputError
 from specjax.files import folder_checksums, folders
 from specjax.loading.formats import (
     build_parameters,
+    merged_experts,
     mtp_layers,
     mxfp4,
     parameter_names,
@@ -87,7 +88,7 @@ def read_headers(directory: Path, family: Family) -> dict[str, StoredTensor]:
                 "delete one of them"
             )
         tensors[name] = tensor
-    return tensors
+    return merged_experts.with_each_expert(family.tensors, tensors)
 
 
 def read_params(

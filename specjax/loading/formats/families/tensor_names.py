@@ -55,6 +55,7 @@ _LAYER_MODULES = (
     _Module("mlp.shared.down", "linear", "mlp.shared_experts.down_proj", "ffn_down_shexp"),
     _Module("mlp.shared.gate", "linear", "mlp.shared_experts.gate_proj", "ffn_gate_shexp"),
     _Module("mlp.shared.up", "linear", "mlp.shared_experts.up_proj", "ffn_up_shexp"),
+    _Module("mlp.shared_gate", "vector", "mlp.shared_expert_gate.weight", ""),
     # The recurrent part of a layer, by the names of Qwen3-Next and 3.5.
     _Module("recurrence.taps", "vector", "linear_attn.conv1d.weight", ""),
     _Module("recurrence.taps_bias", "vector", "linear_attn.conv1d.bias", ""),
