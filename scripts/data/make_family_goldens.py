@@ -388,13 +388,21 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "num_nextn_predict_layers": 0,
     },
     "gpt_oss": {"num_hidden_layers": 2, "quantization_config": {"quant_method": "mxfp4"}},
+    "granitemoehybrid": {
+        "num_hidden_layers": 2,
+        "layer_types": [LINEAR_LAYER, FULL],
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 12,
+        "shared_intermediate_size": 20,
+    },
 }
 """Changes of families' settings: router scores divided by their sum; a choice among all experts,
 and an announced module whose tensors transformers does not write, as when it saves GLM-4.5; queries
-with and without a latent, and rotated halves; and experts in MXFP4.
+with and without a latent, and rotated halves; experts in MXFP4; and experts beside a shared MLP.
 """
 DRAFTS = 3
-FIRST_SEED = {"qwen3_5_text": 6, "qwen3_5_moe_text": 1}
+FIRST_SEED = {"qwen3_5_text": 6, "qwen3_5_moe_text": 2}
 """Where an earlier seed gives states of nearly zero before a norm, which magnifies rounding."""
 
 

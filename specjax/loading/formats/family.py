@@ -105,7 +105,10 @@ class Family:
                 known |= part.read(fields, known)
         values: dict[str, Any] = {"vocab_size": vocab_size, "unused_tokens": unused_tokens}
         inner: dict[str, dict[str, Any]] = {}
+        has_recurrence = "recurrent" in known.get("mixers", ())
         for path, value in known.items():
+            if path.startswith("recurrence.") and not has_recurrence:
+                continue
             name, _, field_of_part = path.rpartition(".")
             (inner.setdefault(name, {}) if name else values)[field_of_part] = value
         values |= {name: _PARTS[name](**fields_of_part) for name, fields_of_part in inner.items()}

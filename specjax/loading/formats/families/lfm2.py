@@ -45,10 +45,21 @@ def _default_layers(fields: Fields, num_layers: int) -> list[bool]:
     return [layer not in attention for layer in schema.layers(num_layers)]
 
 
-def _check_channels(fields: Fields, known: Values) -> Values:
-    for name in ("conv_dim", "conv_dim_out"):
+def _check_sizes(fields: Fields, known: Values) -> Values:
+    """Raise InputError for widths that differ from the model's, and for another rotary base."""
+    for name in ("block_dim", "conv_dim", "conv_dim_out"):
         fields.only(name, known["hidden_size"])
+    fields.only("num_heads", known["num_heads"])
+    fields.only("theta", known["rope_theta"])
     return {}
+
+
+_NOT_READ = (
+    *("intermediate_size", "full_attn_idxs", "block_norm_eps"),
+    *("block_mlp_init_scale", "block_out_init_scale"),
+    *("block_use_xavier_init", "conv_use_xavier_init"),
+)
+"""Fields that say how the model was initialised, or of no effect where another states the same."""
 
 
 LFM2 = Family(
@@ -71,9 +82,10 @@ LFM2 = Family(
         schema.computed("recurrence.value_width", lambda known: known["hidden_size"]),
         schema.flag("recurrence.conv_bias", "conv_bias"),
         schema.computed("recurrence.bias", lambda known: known["recurrence.conv_bias"]),
-        Part(_check_channels),
-        schema.unread("conv_use_xavier_init"),
+        Part(_check_sizes),
+        schema.unread(*_NOT_READ),
         schema.constant("use_pos_enc", True),
+        schema.constant("block_use_swiglu", True),
     ),
     tensors=table(
         "huggingface",

@@ -1,7 +1,8 @@
 """Hybrids of Mamba-2 and attention: Granite 4 and Bamba (IBM 2025), Nemotron-H (2504.03624).
 
-Granite has the multipliers of Granite 3, and attention without rotation; Bamba rotates half of each
-head. A layer of Nemotron-H is Mamba-2, attention or an MLP alone.
+Granite has the multipliers of Granite 3, attention without rotation, and some have experts, or
+attention with rotation alone; Bamba rotates half of each head. A layer of Nemotron-H is Mamba-2,
+attention or an MLP alone.
 """
 
 from __future__ import annotations
@@ -34,6 +35,36 @@ def _write_positions(config: DecoderConfig) -> dict[str, Any]:
     return {"position_embedding_type": "rope" if config.rotary_width else "nope"}
 
 
+def _read_experts(fields: Fields, known: Values) -> Values:
+    """Return the experts, beside which the MLP is shared; a model without them states 0."""
+    fields.asked |= {"intermediate_size", "num_experts_per_tok"}
+    if not (count := fields.integer("num_local_experts", 8)):
+        return {}
+    return {
+        "experts.num_experts": count,
+        "experts.per_token": fields.integer("num_experts_per_tok", 2),
+        "experts.intermediate_size": fields.count("intermediate_size", 11008),
+        "experts.shared_size": known["intermediate_size"],
+    }
+
+
+def _write_experts(config: DecoderConfig) -> dict[str, Any]:
+    if (experts := config.experts) is None:
+        return {"num_local_experts": 0, "num_experts_per_tok": 0}
+    return {
+        "num_local_experts": experts.num_experts,
+        "num_experts_per_tok": experts.per_token,
+        "intermediate_size": experts.intermediate_size,
+    }
+
+
+_MLPS = {
+    "mlp": "shared_mlp",
+    "mlp.shared": "shared_mlp",
+    "mlp.experts": "block_sparse_moe",
+}
+"""The modules of MLPs; with experts the MLP is the shared one."""
+
 GRANITE_HYBRID = Family(
     model_type="granitemoehybrid",
     architecture="GraniteMoeHybridForCausalLM",
@@ -50,21 +81,27 @@ GRANITE_HYBRID = Family(
         schema.number("logit_divisor", "logits_scaling", default=1.0),
         recurrent.layer_types(recurrent.LINEAR, _all_recurrent, _LEGACY),
         *recurrent.mamba2(),
-        schema.constant("num_local_experts", 0),
-        schema.unread("intermediate_size", "num_experts_per_tok"),
+        Part(_read_experts, _write_experts),
         schema.SILU,
+        schema.constant("normalization_function", "rmsnorm"),
     ),
     tensors=table(
         "huggingface",
         {
             **recurrent.MAMBA_NAMES,
-            "mlp.gate": "shared_mlp.input_linear",
-            "mlp.up": "shared_mlp.input_linear",
-            "mlp.down": "shared_mlp.output_linear",
+            **{f"{mlp}.gate": f"{name}.input_linear" for mlp, name in _MLPS.items()},
+            **{f"{mlp}.up": f"{name}.input_linear" for mlp, name in _MLPS.items()},
+            **{f"{mlp}.down": f"{name}.output_linear" for mlp, name in _MLPS.items()},
+            "mlp.router": "block_sparse_moe.router.layer",
         },
-        fused=(("mlp.gate", "mlp.up"),),
+        fused=tuple((f"{mlp}.gate", f"{mlp}.up") for mlp in _MLPS),
     ),
 )
+
+
+def _check_rotated(fields: Fields, known: Values) -> Values:
+    fields.only("attn_rotary_emb", known["attention.rotary_width"])
+    return {}
 
 
 def _read_attention_layers(fields: Fields, known: Values) -> Values:
@@ -86,6 +123,7 @@ BAMBA = Family(
     parts=(
         *schema.sizes(max_positions=262144, epsilon=1e-5),
         schema.rope(partial=0.5),
+        Part(_check_rotated),
         schema.ATTENTION_BIAS,
         schema.MLP_BIAS,
         Part(_read_attention_layers, _write_attention_layers),
@@ -141,7 +179,7 @@ def _write_blocks(config: DecoderConfig) -> dict[str, Any]:
 
 
 _NOT_READ = (
-    *("expand", "chunk_size", "time_step_min", "time_step_max", "time_step_floor"),
+    *("expand", "chunk_size", "time_step_min", "time_step_max", "time_step_floor", "time_step_rank"),
     *("num_logits_to_keep", "use_mamba_kernels", "mamba_ssm_cache_dtype", "residual_in_fp32"),
     *("rescale_prenorm_residual", "n_routed_experts", "n_shared_experts", "moe_intermediate_size"),
     *("moe_shared_expert_intermediate_size", "moe_shared_expert_overlap", "num_experts_per_tok"),

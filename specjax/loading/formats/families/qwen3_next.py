@@ -20,6 +20,7 @@ _LAYERS = (
     schema.fixed({"norm.offset": 1, "attention.qk_norm": True, "attention.gated": True}),
     schema.flag("attention_bias", "attention_bias"),
     recurrent.layer_types(recurrent.LINEAR, recurrent.every(4)),
+    schema.unread("full_attention_interval"),
     *recurrent.delta_rule(),
     schema.SILU,
     schema.constant("attn_output_gate", True),

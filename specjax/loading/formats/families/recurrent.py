@@ -7,6 +7,7 @@ from typing import Any
 
 from specjax.loading.formats.families import schema
 from specjax.loading.formats.families.schema import FULL, Part, Values
+from specjax.loading.tokenizers.huggingface_tokenizer import INFINITY
 from specjax.loading.typed_fields import Fields
 from specjax.models.config import UNLIMITED, DecoderConfig
 
@@ -105,6 +106,9 @@ def mamba2() -> tuple[Part, ...]:
 
 def _read_width(fields: Fields, known: Values) -> Values:
     """Return the width of a head, which is stated, or results from that of the inner layer."""
+    fields.asked |= {"mamba_expand", "mamba_d_head"}
+    if "recurrent" not in known["mixers"]:
+        return {}
     inner, heads = fields.integer("mamba_expand", 2) * known["hidden_size"], "mamba_n_heads"
     stated, count = fields.get("mamba_d_head"), known["recurrence.value_heads"]
     width = inner // max(count, 1) if stated in (None, "auto") else fields.integer("mamba_d_head")
@@ -130,7 +134,7 @@ def step_limits(name: str) -> Part:
         if stated is None:
             return {}
         limits = stated if isinstance(stated, list) else []
-        limits = [UNLIMITED if one in _INFINITE else one for one in limits]
+        limits = [UNLIMITED if one == INFINITY else one for one in limits]
         if len(limits) != 2 or not all(type(one) in (int, float) for one in limits):
             raise fields.fail(name, "must be two numbers")
         return {"recurrence.step_limits": tuple(map(float, limits))}
@@ -140,10 +144,7 @@ def step_limits(name: str) -> Part:
         if recurrence is None or recurrence.step_limits == (0.0, UNLIMITED):
             return {}
         low, high = recurrence.step_limits
-        return {name: [low, _INFINITE[0] if high == UNLIMITED else high]}
+        return {name: [low, INFINITY if high == UNLIMITED else high]}
 
     return Part(read, write)
 
-
-_INFINITE = ({"__float__": "Infinity"}, float("inf"))
-"""Infinity as transformers 5 writes it, since JSON has none, and as transformers 4 does."""
