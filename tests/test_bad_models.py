@@ -76,7 +76,7 @@ LLAMA_CONFIGS = [
 FAMILY_CONFIGS = [
     ("qwen3", {"hidden_act": "gelu"}, "hidden_act='gelu': is not supported"),
     ("qwen3", {"rope_scaling": {"type": "ntk"}, "rope_parameters": None}, "ntk"),
-    ("qwen3", {"rope_parameters": {"mrope_section": [1]}}, "mrope_section is unknown"),
+    ("qwen3", {"rope_parameters": {"surprise": [1]}}, "surprise is unknown"),
     ("qwen3", {"layer_types": ["chunked_attention"] * 3}, "layer_types="),
     ("qwen2", {"layer_types": ["sliding_attention"]}, "an entry for each of 3 layers"),
     ("qwen2", {"num_hidden_layers": 10**12}, "layer_types="),
@@ -174,7 +174,7 @@ FAMILY_CONFIGS = [
     ("granitemoehybrid", {"num_local_experts": 4}, "missing: model.layers.0.block_sparse_moe."),
     ("granitemoehybrid", {"num_local_experts": -1}, "experts.num_experts=-1: must be"),
     ("bamba", {"attn_layer_indices": []}, "mixers: at least one layer must have attention"),
-    ("bamba", {"attn_rotary_emb": 12}, "attn_rotary_emb=12: is not supported; only 6 is"),
+    ("bamba", {"attn_rotary_emb": 12}, "attn_rotary_emb=12: is not supported; only 4 is"),
     ("bamba", {"time_step_limit": [2.0, 0.5]}, "step_limits=(2.0, 0.5): must ascend"),
     ("bamba", {"time_step_limit": [0.0]}, "time_step_limit=[0.0]: must be two numbers"),
     ("nemotron_h", {"layers_block_type": ["moe"] * 6}, "moe is not supported; the decoder supports"),
