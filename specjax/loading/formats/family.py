@@ -40,7 +40,8 @@ class MtpLayout:
     names in the tree to names in files for the norms and the projection; the layer's tensors are
     named as in the decoder, after `layer`. `copies` are optional tensors that repeat tensors of the
     decoder. `concat` is the order of the projection's inputs, and `zero_first_embedding` says
-    whether the embedding of the pair at position 0 is zero. With `unannounced`, a file may have a
+    whether the embedding of the pair at position 0 is zero. Scales of the norms in `names` exceed
+    the tree's by `norms_added`. With `unannounced`, a file may have a
     module that its config does not announce.
     """
 
@@ -50,6 +51,7 @@ class MtpLayout:
     concat: Concat = "embedding_first"
     layer: str = ""
     zero_first_embedding: bool = True
+    norms_added: int = 0
     unannounced: bool = False
 
 

@@ -131,7 +131,8 @@ def locations(
         root, prefix = (MTP, "modules", str(module)), _prefix(layout, config, module)
         for part, name in layout.names.items():
             path = (*root, part, "kernel" if part == "projection" else "scale")
-            entry = TensorEntry(f"{prefix}.{name}.weight", path)
+            added = 0 if part == "projection" else layout.norms_added
+            entry = TensorEntry(f"{prefix}.{name}.weight", path, added=added)
             in_order += of_entry(entry, known[path], config)
         for entry in entries:
             path = (*root, "layer", *entry.path[1:])

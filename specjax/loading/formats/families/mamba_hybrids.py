@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from specjax.loading.formats.families import recurrent, schema
+from specjax.loading.formats.families.granite import usual_scale
 from specjax.loading.formats.families.schema import FULL, Part, Values
 from specjax.loading.formats.families.tensor_names import table
-from specjax.loading.formats.family import Family
+from specjax.loading.formats.family import Family, GgufLayout
+from specjax.loading.formats.gguf_fields import GgufFields
 from specjax.loading.typed_fields import Fields
 from specjax.models.config import DecoderConfig
 
@@ -65,23 +69,57 @@ _MLPS = {
 }
 """The modules of MLPs; with experts the MLP is the shared one."""
 
+
+def _with_kv_heads(sizes: tuple[Part, ...]) -> tuple[Part, ...]:
+    """Return `schema.sizes` without that of the MLP, with key/value heads stated by layer."""
+    heads = schema.integer("num_kv_heads", "num_key_value_heads", recurrent.kv_heads, schema.heads)
+    return (*sizes[:1], *sizes[2:4], heads, *sizes[5:])
+
+
+_SHARED_WIDTH = "expert_shared_feed_forward_length"
+
+
+def _mlp_width(fields: GgufFields) -> int:
+    """Return the width of the MLP, which beside experts is that of the shared one."""
+    return fields.integer(_SHARED_WIDTH, 0) or fields.integer("feed_forward_length")
+
+
+def _read_gguf_experts(fields: GgufFields, known: Values) -> Values:
+    fields.asked |= {"expert_count", "feed_forward_length"}
+    if not (count := fields.integer("expert_count", 0)):
+        return {}
+    return {
+        "experts.num_experts": count,
+        "experts.per_token": fields.integer("expert_used_count"),
+        "experts.intermediate_size": fields.integer("feed_forward_length"),
+        "experts.shared_size": known["intermediate_size"],
+    }
+
+
+def _read_gguf_positions(fields: GgufFields, known: Values) -> Values:
+    return {"attention.rotary_width": 0}
+
+
 GRANITE_HYBRID = Family(
     model_type="granitemoehybrid",
     architecture="GraniteMoeHybridForCausalLM",
     parts=(
-        schema.integer("intermediate_size", "shared_intermediate_size", default=1024),
-        *schema.sizes()[:1],
-        *schema.sizes()[2:],
+        schema.integer("intermediate_size", "shared_intermediate_size", _mlp_width, 1024),
+        *_with_kv_heads(schema.sizes()),
         schema.rope(),
-        Part(_read_positions, _write_positions),
+        Part(_read_positions, _write_positions, _read_gguf_positions),
         schema.ATTENTION_BIAS,
-        schema.number("embedding.scale", "embedding_multiplier", default=1.0),
-        schema.number("attention.query_scale", "attention_multiplier", default=1.0),
-        schema.number("residual_scale", "residual_multiplier", default=1.0),
-        schema.number("logit_divisor", "logits_scaling", default=1.0),
-        recurrent.layer_types(recurrent.LINEAR, _all_recurrent, _LEGACY),
+        schema.number("embedding.scale", "embedding_multiplier", "embedding_scale", 1.0, 1.0),
+        schema.number(
+            "attention.query_scale", "attention_multiplier", "attention.scale", 1.0, usual_scale
+        ),
+        schema.number("residual_scale", "residual_multiplier", "residual_scale", 1.0, 1.0),
+        schema.number("logit_divisor", "logits_scaling", "logit_scale", 1.0, 1.0),
+        recurrent.layer_types(
+            recurrent.LINEAR, _all_recurrent, _LEGACY, read_gguf=recurrent.by_kv_heads
+        ),
         *recurrent.mamba2(),
-        Part(_read_experts, _write_experts),
+        Part(_read_experts, _write_experts, _read_gguf_experts),
         schema.SILU,
         schema.constant("normalization_function", "rmsnorm"),
     ),
@@ -96,6 +134,8 @@ GRANITE_HYBRID = Family(
         },
         fused=tuple((f"{mlp}.gate", f"{mlp}.up") for mlp in _MLPS),
     ),
+    # Files of Bamba have True, and rotate.
+    gguf=GgufLayout("granitehybrid", table("gguf"), fixed={"rope.scaling.finetuned": False}),
 )
 
 
@@ -179,7 +219,14 @@ def _write_blocks(config: DecoderConfig) -> dict[str, Any]:
 
 
 _NOT_READ = (
-    *("expand", "chunk_size", "time_step_min", "time_step_max", "time_step_floor", "time_step_rank"),
+    *(
+        "expand",
+        "chunk_size",
+        "time_step_min",
+        "time_step_max",
+        "time_step_floor",
+        "time_step_rank",
+    ),
     *("num_logits_to_keep", "use_mamba_kernels", "mamba_ssm_cache_dtype", "residual_in_fp32"),
     *("rescale_prenorm_residual", "n_routed_experts", "n_shared_experts", "moe_intermediate_size"),
     *("moe_shared_expert_intermediate_size", "moe_shared_expert_overlap", "num_experts_per_tok"),
@@ -190,18 +237,52 @@ _NOT_READ = (
 """Fields that say how the model is trained and divided, or belong to layers that it has not."""
 
 
+def _read_gguf_blocks(fields: GgufFields, known: Values) -> Values:
+    """Return the mixers, given the numbers of key/value heads and the widths of MLPs by layer."""
+    count = fields.count("block_count")
+    layers = len(schema.layers(count))
+    heads = fields.by_layer("attention.head_count_kv", layers)
+    widths = fields.by_layer("feed_forward_length", layers)
+    mixers = [
+        "attention" if heads[layer] else "none" if widths[layer] else "recurrent"
+        for layer in range(layers)
+    ]
+    return {
+        "num_layers": count,
+        "mixers": schema.shortest_period(mixers),
+        "mlps": schema.shortest_period([width > 0 for width in widths]),
+    }
+
+
+def _widest(fields: GgufFields) -> int:
+    value = fields.get("feed_forward_length")
+    if isinstance(value, np.ndarray):
+        return int(value.max())
+    return fields.integer("feed_forward_length")
+
+
+def _check_gguf(fields: GgufFields, known: Values) -> Values:
+    """Raise InputError for another epsilon; nothing is rotated, whatever the file says of that."""
+    fields.only("attention.layer_norm_epsilon", known["rms_norm_eps"])
+    fields.asked |= {"rope.dimension_count", "rope.freq_base", "rope.scaling.finetuned"}
+    return {}
+
+
+_KEY_LENGTH, _EPSILON = "attention.key_length", "attention.layer_norm_rms_epsilon"
+
 NEMOTRON_H = Family(
     model_type="nemotron_h",
     architecture="NemotronHForCausalLM",
     parts=(
-        Part(_read_blocks, _write_blocks),
-        schema.integer("hidden_size", "hidden_size"),
-        schema.integer("intermediate_size", "intermediate_size"),
-        schema.integer("num_heads", "num_attention_heads"),
-        schema.integer("num_kv_heads", "num_key_value_heads", default=8),
-        schema.integer("head_dim", ("head_dim", "attention_head_dim"), default=128),
-        schema.integer("max_positions", "max_position_embeddings", default=4096),
-        schema.number("rms_norm_eps", "layer_norm_epsilon", default=1e-5),
+        Part(_read_blocks, _write_blocks, _read_gguf_blocks),
+        schema.integer("hidden_size", "hidden_size", "embedding_length"),
+        schema.integer("intermediate_size", "intermediate_size", _widest),
+        schema.integer("num_heads", "num_attention_heads", "attention.head_count"),
+        schema.integer("num_kv_heads", "num_key_value_heads", recurrent.kv_heads, 8),
+        schema.integer("head_dim", ("head_dim", "attention_head_dim"), _KEY_LENGTH, 128),
+        schema.integer("max_positions", "max_position_embeddings", "context_length", 4096),
+        schema.number("rms_norm_eps", "layer_norm_epsilon", _EPSILON, 1e-5),
+        Part(read_gguf=_check_gguf),
         schema.tied_head(False),
         schema.fixed({"attention.rotary_width": 0, "recurrence.kind": "mamba2"}),
         schema.fixed({"mlp.activation": "relu2", "mlp.gated": False}),
@@ -209,12 +290,12 @@ NEMOTRON_H = Family(
         schema.MLP_BIAS,
         schema.constant("mlp_hidden_act", "relu2"),
         schema.constant("mamba_hidden_act", "silu"),
-        schema.integer("recurrence.conv_width", "conv_kernel", default=4),
-        schema.integer("recurrence.key_heads", "n_groups", default=8),
-        schema.integer("recurrence.value_heads", "mamba_num_heads", default=128),
-        schema.integer("recurrence.value_width", "mamba_head_dim", default=64),
-        schema.integer("recurrence.key_width", "ssm_state_size", default=128),
-        schema.flag("recurrence.conv_bias", "use_conv_bias", default=True),
+        schema.integer("recurrence.conv_width", "conv_kernel", "ssm.conv_kernel", 4),
+        schema.integer("recurrence.key_heads", "n_groups", "ssm.group_count", 8),
+        schema.integer("recurrence.value_heads", "mamba_num_heads", "ssm.time_step_rank", 128),
+        schema.integer("recurrence.value_width", "mamba_head_dim", recurrent.value_width, 64),
+        schema.integer("recurrence.key_width", "ssm_state_size", "ssm.state_size", 128),
+        schema.flag("recurrence.conv_bias", "use_conv_bias", recurrent.has_conv_bias, True),
         schema.flag("recurrence.bias", "mamba_proj_bias", default=False),
         recurrent.step_limits("time_step_limit"),
         schema.constant("use_bias", False),
@@ -239,4 +320,5 @@ NEMOTRON_H = Family(
             "mlp.down": "mixer.down_proj",
         },
     ),
+    gguf=GgufLayout("nemotron_h", table("gguf", {"mlp_norm": "attn_norm"})),
 )

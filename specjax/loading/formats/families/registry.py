@@ -61,8 +61,7 @@ FAMILIES: dict[str, Family] = {
     )
 }
 TEXT_PARTS: dict[str, TextPart] = {
-    part.model_type: part
-    for part in (GEMMA3_PART, MISTRAL3_PART, QWEN3_5_PART, QWEN3_5_MOE_PART)
+    part.model_type: part for part in (GEMMA3_PART, MISTRAL3_PART, QWEN3_5_PART, QWEN3_5_MOE_PART)
 }
 """The multimodal models whose text part is read, by `model_type`."""
 _REFUSED = {
