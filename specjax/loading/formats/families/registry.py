@@ -69,6 +69,7 @@ _REFUSED = {
     "gemma4_text": "heads of two widths, and inputs for each layer",
     "deepseek_v32": "sparse attention",
     "falcon_h1": "attention and Mamba-2 side by side in each layer",
+    "olmo_hybrid": "norms before recurrent layers and after those with attention",
     "phi3small": "blocksparse attention",
     "phimoe": "a router that masks experts by their distance",
     "ministral3": "queries scaled by their position",
