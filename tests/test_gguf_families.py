@@ -477,6 +477,15 @@ def test_modules_of_qwen_are_among_the_layers(tmp_path):
     )
 
 
+def test_granite_4_with_attention_alone_is_read_as_granite_3(tmp_path):
+    """llama.cpp's converter writes it so, with the sizes of the layers that it has not."""
+    keys = SSM | {"feed_forward_length": np.uint32(8), "expert_used_count": np.uint32(0)}
+    keys |= {"expert_shared_feed_forward_length": np.uint32(40)}
+    keys = {f"granite.{name}": value for name, value in keys.items()}
+    config = config_of("granite")
+    assert load_model(write(tmp_path / "a.gguf", config, change=keys)).config == config
+
+
 def test_granite_4_without_experts(tmp_path):
     config = dataclasses.replace(config_of("granitemoehybrid"), experts=None)
     keys = {"expert_count": 0, "expert_used_count": 0, "feed_forward_length": 40}
@@ -690,6 +699,7 @@ def u32(name, value):
         ("qwen3_next", positive_decay, "blk.0.ssm_a must have negative numbers alone"),
         ("qwen3_5_text", u32("ssm.group_count", 4), "mis-shaped: blk.0."),
         ("lfm2", {"attention.head_count_kv": [0, 2, 0]}, "an entry for each of 4 layers"),
+        ("lfm2", {"attention.head_count_kv": [0.5, 2.0]}, "must be a list of whole numbers"),
         ("lfm2", u32("attention.key_length", 16), "key_length=16: is not supported; only 8 is"),
         ("granitemoehybrid", {"rope.scaling.finetuned": True}, "finetuned=True: is not supported"),
         ("nemotron_h", {"feed_forward_length": [0, 40, 0, 0]}, "missing: blk.3.ssm"),
