@@ -450,6 +450,14 @@ def test_recurrent_layers_in_blocks_are_those_of_the_dequantised_file(tmp_path, 
     assert found == wanted
 
 
+@pytest.mark.parametrize("name", ["qwen3_5_moe_text", *slow("nemotron_h", "lfm2")])
+def test_recurrent_layers_are_read_for_a_mesh(tmp_path, name):
+    path = write(tmp_path / "a.gguf", config_of(name))
+    mesh = sharding.make_mesh(2, 2, jax.devices()[:4])
+    placed, plain = (load_model(path, dtype="float32", mesh=one) for one in (mesh, None))
+    jax.tree.map(np.testing.assert_array_equal, placed.params, plain.params)
+
+
 def test_modules_of_qwen_are_among_the_layers(tmp_path):
     """With llama.cpp's names, and norms that multiply by the file's numbers."""
     config, family = config_of("qwen3_5_text"), registry.family("qwen3_5_text")
