@@ -5,16 +5,17 @@ import itertools
 import jax
 import jax.numpy as jnp
 import pytest
-from conformance.methods import LAYERS
+from conformance.methods import LAYERS, target, target_with
 from conftest import slow, tiny_config
 
-from specjax import theory
+from specjax import generate, make_drafter, theory
 from specjax.core.cache import commit
 from specjax.errors import InputError
 from specjax.loading.load import random_model
 from specjax.models.config import Recurrence
 from specjax.models.decoder import Decoder
 from specjax.models.layers import recurrence
+from train.methods.target_layers import some_layers
 
 SIZES = 32, 64
 
@@ -104,15 +105,61 @@ def test_the_roofline_counts_states():
         theory.ModelShape(**sizes | {"num_layers": 3}, recurrent=states)
 
 
+def test_a_pass_leaves_later_slots_of_a_window_alone():
+    config = tiny_config(vocab_size=16, max_positions=64, **LAYERS["mamba2"])
+    model = random_model(config, 0, dtype="float32")
+    tokens = jax.random.randint(jax.random.key(1), (1, 60), 0, 16)
+    cache, causal = model.architecture.make_cache(1, 64), jnp.tril(jnp.ones((1, 60, 60), bool))
+
+    def window(before, count):
+        arguments = tokens[:, :count], jnp.arange(count)[None], cache, before, 0, causal[:, :count]
+        return model.architecture.extend(model.params, *arguments).window
+
+    filled = window(model.architecture.make_window(1, 60), 60)
+    again = window(filled, 40)
+    for one, other in zip(*map(jax.tree.leaves, (filled, again)), strict=True):
+        assert jnp.abs(one - other).max() < 1e-5
+
+
+def test_keys_are_chosen_by_the_queries_of_layers_that_have_some():
+    config = tiny_config(vocab_size=16, max_positions=128, **LAYERS["delta"])
+    model = random_model(config, 0, dtype="float32")
+    prompts = [jax.random.randint(jax.random.key(1), (70,), 0, 16).tolist(), [1, 2, 3]]
+    drafter = make_drafter("sparse_kv", model, keep="scores", budget=40, refresh=8)
+    options = dict(max_new_tokens=30, ignore_eos=True, temperature=0.0)
+    found = generate(model, prompts, drafter=drafter, **options)
+    assert found.token_ids == generate(model, prompts, **options).token_ids
+
+
+@pytest.mark.parametrize("layers", [kind for kind in LAYERS if kind != "attention"])
+def test_layers_are_chosen_among_recurrent_ones(layers):
+    """By the target itself: to leave out, to exit after, and to start a draft model from."""
+    with target_with(layers):
+        model = target()
+        assert make_drafter("layer_skip", model).drafter.skipped
+        assert make_drafter("early_exit", model, exit_layer="auto").drafter.exit_layer
+        draft_model, plain = model.config.some_layers((0, 1)), model.config.some_layers((1,))
+        assert draft_model.mixers == ("recurrent", "attention")
+        assert plain.recurrence is None
+        for chosen, config in (((0, 1), draft_model), ((1,), plain), ((2,), None)):
+            config = model.config.some_layers(chosen) if config is None else config
+            params = some_layers(model, chosen)
+            assert {run.name for run in config.runs} | {"final_norm"} == set(params)
+            for run in config.runs:
+                mixer = {"attention": "attention", "recurrent": "recurrence"}[run.mixer]
+                kernel = params[run.name][mixer]["output"]["kernel"]
+                assert len(kernel) == len(run.layers)
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
         (dict(recurrence=None), "if and only if"),
-        (dict(mixers=("recurrent",)), "at least one layer must have attention"),
         (dict(recurrence=Recurrence("delta", key_heads=3, value_heads=4)), "must divide"),
         (dict(recurrence=Recurrence("conv", conv_width=0)), "conv_width=0"),
         (dict(recurrence=Recurrence("mamba2", step_limits=(1.0, 0.5))), "must ascend"),
         (dict(mixers=("recurrent", "attention", "none"), mlps=(False,)), "neither a mixer"),
+        (dict(mlps=(True, True, False)), "some have an MLP and some have none"),
     ],
 )
 def test_bad_configs_are_refused(changes, says):

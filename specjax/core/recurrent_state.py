@@ -8,6 +8,8 @@ committed one, the keys and the values, and an accepted path is committed by one
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,9 +17,23 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
+Rows = TypeVar("Rows")
+
+
+class ByRow:
+    """Arrays with rows as their second axis."""
+
+    def take(self: Rows, rows: Int[Array, "A"]) -> Rows:
+        """Return the arrays of only the given rows, in that order."""
+        return jax.tree.map(lambda array: array[:, rows], self)
+
+    def admit(self: Rows, rows: Int[Array, "A"], new: Rows) -> Rows:
+        """Return the arrays with row i of `new` at row `rows[i]`; rows out of range are dropped."""
+        return jax.tree.map(lambda into, one: into.at[:, rows].set(one, mode="drop"), self, new)
+
 
 @struct.dataclass
-class RecurrentState:
+class RecurrentState(ByRow):
     """The state of M recurrent layers after the committed tokens of each row.
 
     `inputs` are the last K - 1 inputs of the convolution, the latest one last. `matrix` has a
@@ -26,14 +42,6 @@ class RecurrentState:
 
     inputs: Float[Array, "M B taps X"]
     matrix: Float[Array, "M B H N P"] | None
-
-    def take(self, rows: Int[Array, "A"]) -> RecurrentState:
-        """Return the state of only the given rows, in that order."""
-        return jax.tree.map(lambda array: array[:, rows], self)
-
-    def admit(self, rows: Int[Array, "A"], new: RecurrentState) -> RecurrentState:
-        """Return the state with row i of `new` at row `rows[i]`; rows out of range are dropped."""
-        return jax.tree.map(lambda into, one: into.at[:, rows].set(one, mode="drop"), self, new)
 
     def advanced(
         self, window: RecurrentWindow, slots: Int[Array, "B T"], count: Int[Array, "B"]
@@ -68,7 +76,7 @@ class RecurrentState:
 
 
 @struct.dataclass
-class RecurrentWindow:
+class RecurrentWindow(ByRow):
     """What each slot of a window adds to the state of M recurrent layers.
 
     `inputs` are those of the convolution. The matrix of a slot is that of its parent times
@@ -92,14 +100,6 @@ class RecurrentWindow:
     def at_slots(self, slots: slice | Int[np.ndarray, "A"]) -> RecurrentWindow:
         """Return the window with only the given slots, in that order."""
         return jax.tree.map(lambda array: array[:, :, slots], self)
-
-    def take(self, rows: Int[Array, "A"]) -> RecurrentWindow:
-        """Return the window with only the given rows, in that order."""
-        return jax.tree.map(lambda array: array[:, rows], self)
-
-    def admit(self, rows: Int[Array, "A"], new: RecurrentWindow) -> RecurrentWindow:
-        """Return the window with row i of `new` at row `rows[i]`; rows out of range are dropped."""
-        return jax.tree.map(lambda into, one: into.at[:, rows].set(one, mode="drop"), self, new)
 
 
 def _layer(stacked: jax.Array, layer: Int[Array, ""]) -> jax.Array:

@@ -237,11 +237,17 @@ def cached_states(state: State) -> list[KVCache]:
 
 
 def with_cached_states(state: State, caches: Sequence[KVCache]) -> State:
-    """Return the state with the lengths and recurrent states that `cached_states` returned."""
+    """Return the state with the recurrent states that `cached_states` returned.
+
+    Caches that have some get the lengths to which these belong.
+    """
     given = iter(caches)
 
     def change(cache: KVCache) -> KVCache:
         one = next(given)
+        # Other caches have the entries of all tokens, also of those that they had yet to read.
+        if one.recurrent is None:
+            return cache
         return cache.replace(length=one.length, recurrent=one.recurrent)
 
     return _map_caches(change, state)

@@ -22,7 +22,7 @@ from specjax.engine.plan import DecodePlan
 from specjax.engine.rows import Row
 
 _STATES_PER_SLOT = 4
-"""The number of kept states per slot, unless the options say another number in all."""
+"""The most states that are kept of a prompt, and per slot unless options give a number in all."""
 _ROOT = 0
 """The serial number of what precedes the first page."""
 
@@ -110,7 +110,9 @@ class PagePool:
 
         Later rows can use them once these pages are published.
         """
-        self._held[row].states[num_tokens] = states
+        held = self._held[row]
+        if held.published * self.size < num_tokens:
+            held.states[num_tokens] = states
 
     def reserve(self, row: Hashable, num_tokens: int) -> bool:
         """Let a row hold pages for `num_tokens` tokens; if too few are unused, return False.
@@ -225,7 +227,7 @@ class RowPages:
         following = loop.drafter.following_tokens if shares else None
         num_pages = loop.num_pages // shards
         num_states = None
-        if plan.keeps_states:
+        if shares and plan.keeps_states:
             num_states = plan.options.num_kept_states or _STATES_PER_SLOT * plan.num_rows
         pool = functools.partial(PagePool, num_pages, loop.page_size, following, num_states)
         self.pools = [pool() for _ in range(shards)]
@@ -294,16 +296,17 @@ class RowPages:
     def next_kept(self, row: Row, position: int, chunks: Sequence[int]) -> int | None:
         """Return the next position after which a row's states of recurrent layers are kept.
 
-        It ends a page and, of a prompt that is read in `chunks` of these sizes, a chunk of the
-        largest size, or the last one that an equal prompt would share. None if there is none, or
+        It ends a page and a chunk, of which a prompt is read in `chunks` of these sizes: the last
+        one that an equal prompt would share, or one of a few before it. None if there is none, or
         nothing is kept.
         """
         pool = self._pool_of[row]
         if pool.num_states is None or pool.following is None:
             return None
-        often, seldom = (math.lcm(chunk, pool.size) for chunk in (chunks[-1], chunks[0]))
+        often, step = (math.lcm(chunk, pool.size) for chunk in (chunks[-1], chunks[0]))
         last = (row.num_tokens - 2) // often * often
-        return min(last, position - position % seldom + seldom) if position < last else None
+        step *= max(-(-last // (step * _STATES_PER_SLOT)), 1)
+        return min(last, position - position % step + step) if position < last else None
 
     def keep(self, row: Row, position: int, states: Any) -> None:
         """Keep a row's states of recurrent layers after the first `position` tokens."""

@@ -320,6 +320,11 @@ def _plan(
             f"enable_prefix_caching=True: with mesh.data={plan.prefill_rows} states of recurrent "
             "layers are not kept; leave it out, or use mesh.data=1"
         )
+    if options.num_kept_states is not None and not plan.keeps_states:
+        raise InputError(
+            f"num_kept_states={options.num_kept_states}: neither the target nor a drafter has "
+            "recurrent layers; leave it out"
+        )
     return plan
 
 

@@ -52,7 +52,7 @@ ACTIVATIONS = Choice(("auto", "float", "24", "16", "8"))
 with one scale for 32 numbers. With 8 bits the model is another one.
 """
 _BITS = {"int8": 8, "int4": 4}
-_UNCHANGED = frozenset({"router", "mtp"})
+_UNCHANGED = frozenset({"router", "mtp", "rates"})
 
 
 def has_quantized(params: dict[str, Any]) -> bool:

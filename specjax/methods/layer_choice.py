@@ -179,16 +179,17 @@ class _Reader:
             )
         else:
             weights = {"0": self._layers["layers"][str(layer)]}
+        one = replace(config.some_layers((layer,)), experts=experts)
         decoder = replace(
             self._decoder,
-            config=replace(config.some_layers((layer,)), experts=experts),
+            config=one,
             form=replace(form, layers="stacked" if form.stacked else "unrolled"),
         )
-        return decoder, {**self._others, "layers": weights}
+        return decoder, {**self._others, one.runs[0].name if form.stacked else "layers": weights}
 
 
 def _layer_params(params: dict[str, Any]) -> dict[str, Any]:
-    return {name: params[name] for name in ("dense_layers", "layers") if name in params}
+    return {name: leaves for name, leaves in params.items() if name.endswith("layers")}
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -117,7 +117,8 @@ class SparseKV(SelfDrafter):
         del params
         if self.keep == "recent" or capacity <= self.budget:
             return ()
-        layers, heads = self.model.config.num_layers, self.model.cached_heads
+        layers = len(self.model.config.layers_with("attention"))
+        heads = self.model.cached_heads
         shape = (batch, layers, heads, self._most(capacity) - OBSERVED)
         return Chosen(jnp.zeros(shape, jnp.int32), jnp.zeros(batch, jnp.int32))
 

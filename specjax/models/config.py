@@ -193,9 +193,8 @@ class Recurrence:
     2405.21060) or `conv`, a gated convolution alone (LFM2). The convolution reads `conv_width` (K)
     tokens. Linear attention has `value_heads` (H) matrices of `key_width` (N) keys and
     `value_width` (P) values; the heads share `key_heads` (G) keys and queries. A convolution alone
-    has `value_heads` times `value_width` channels. Mamba-2 limits its
-    steps to `step_limits`, and norms the results of heads that share keys together. With
-    `negative_eigenvalues` the delta rule may subtract twice what a key reads.
+    has `value_heads` times `value_width` channels. Mamba-2 limits its steps to `step_limits`, and
+    norms the results of heads that share keys together.
     """
 
     kind: Literal["delta", "mamba2", "conv"]
@@ -207,7 +206,6 @@ class Recurrence:
     conv_bias: bool = False
     bias: bool = False
     step_limits: tuple[float, float] = (0.0, UNLIMITED)
-    negative_eigenvalues: bool = False
 
     @property
     def conv_channels(self) -> int:
@@ -352,7 +350,7 @@ class DecoderConfig:
 
     @property
     def num_sparse(self) -> int:
-        """The number of layers with experts, which come last."""
+        """The number of layers with experts."""
         return sum(len(run.layers) for run in self.runs if run.sparse)
 
     def layers_with(self, mixer: Mixer) -> tuple[int, ...]:
@@ -392,12 +390,14 @@ class DecoderConfig:
         attention = self.attention
         if any(unrotated):
             attention = replace(attention, unrotated=tuple(unrotated[layer] for layer in layers))
+        mixers = tuple(_at(self.mixers, layer) for layer in layers)
         return replace(
             self,
             num_layers=len(layers),
             sliding_window=window,
             attention=attention,
-            mixers=tuple(_at(self.mixers, layer) for layer in layers),
+            recurrence=self.recurrence if "recurrent" in mixers else None,
+            mixers=mixers,
             mlps=tuple(_at(self.mlps, layer) for layer in layers),
         )
 
@@ -524,21 +524,26 @@ def _check_mixers(config: DecoderConfig) -> None:
         raise InputError(f"mixers={shown(config.mixers)}: use attention, recurrent or none")
     if not config.mlps or not all(isinstance(has, bool) for has in config.mlps):
         raise InputError(f"mlps={shown(config.mlps)}: say which layers have an MLP")
+    with_mlp: dict[Mixer, bool] = {}
     for layer in range(config.num_layers):
-        if _at(config.mixers, layer) == "none" and not _at(config.mlps, layer):
+        mixer, mlp = _at(config.mixers, layer), _at(config.mlps, layer)
+        if mixer == "none" and not mlp:
             raise InputError(f"mlps: layer {layer} has neither a mixer nor an MLP")
+        if with_mlp.setdefault(mixer, mlp) != mlp:
+            raise InputError(
+                f"mlps: of the layers with mixer={mixer!r} some have an MLP and some have none; "
+                "use a model in which they are alike"
+            )
     recurrence = config.recurrence
     if ("recurrent" in config.mixers) != (recurrence is not None):
         raise InputError(
             "recurrence: a decoder has one if and only if some of its mixers are recurrent"
         )
-    if not config.layers_with("attention"):
-        raise InputError("mixers: at least one layer must have attention")
     if recurrence is None:
         return
     if recurrence.kind not in ("delta", "mamba2", "conv"):
         raise InputError(f"recurrence.kind={shown(recurrence.kind)}: use delta, mamba2 or conv")
-    for field in (*("conv_width", "key_heads", "value_heads", "key_width", "value_width"),):
+    for field in ("conv_width", "key_heads", "value_heads", "key_width", "value_width"):
         value, highest = getattr(recurrence, field), _LARGEST["intermediate_size"]
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= highest:
             raise InputError(

@@ -15,7 +15,8 @@ from specjax.models.config import DecoderConfig
 EXPERTS = "experts"
 """The name of the feature with each token's experts, for models that have experts."""
 QUERIES = "queries"
-"""The name of the feature with each token's queries in all layers, [L, H, C] flattened."""
+"""The name of the feature with each token's queries in all L layers with attention, [L, H, C]
+flattened."""
 LAYER_INPUTS = "layer_inputs"
 """The name of the feature with the inputs of all layers, for passes without a window (training)."""
 

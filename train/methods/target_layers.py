@@ -17,14 +17,23 @@ from specjax.models.parameter_table import attention_table
 
 
 def some_layers(target: Model, layers: Sequence[int]) -> dict[str, Any]:
-    """Return the parameters of the given layers, stacked, and of the final norm, in float32."""
-    theirs = target.params["layers"]
-    if target.form.stacked:
-        taken = jax.tree.map(lambda leaf: np.asarray(leaf)[list(layers)], theirs)
-    else:
-        each = [theirs[str(layer)] for layer in layers]
-        taken = jax.tree.map(lambda *leaves: np.stack([np.asarray(x) for x in leaves]), *each)
-    params = {"layers": taken, "final_norm": target.params["final_norm"]}
+    """Return the parameters of the given layers, stacked by run, and of the final norm.
+
+    They are in float32, and those of a decoder with the config `some_layers`.
+    """
+    params = {"final_norm": target.params["final_norm"]}
+    for run in target.config.some_layers(layers).runs:
+        chosen = [layers[number] for number in run.layers]
+        if target.form.stacked:
+            theirs = next(one for one in target.config.runs if chosen[0] in one.layers)
+            index = [theirs.layers.index(layer) for layer in chosen]
+            stacked = target.params[theirs.name]
+            params[run.name] = jax.tree.map(lambda leaf, at=index: np.asarray(leaf)[at], stacked)
+        else:
+            each = [target.params["layers"][str(layer)] for layer in chosen]
+            params[run.name] = jax.tree.map(
+                lambda *leaves: np.stack([np.asarray(leaf) for leaf in leaves]), *each
+            )
     return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), params)
 
 
@@ -41,8 +50,9 @@ def with_params(target: Model, params: Any) -> Model:
 
 def last_layer(target: Model) -> dict[str, Any]:
     """Return the parameters of a model's last layer, in float32."""
-    last = some_layers(target, [target.config.num_layers - 1])
-    return jax.tree.map(lambda leaf: leaf[0], last["layers"])
+    number = target.config.num_layers - 1
+    last, (run,) = some_layers(target, [number]), target.config.some_layers([number]).runs
+    return jax.tree.map(lambda leaf: leaf[0], last[run.name])
 
 
 def with_kv_heads(qkv: dict[str, Any], config: DecoderConfig, num_kv_heads: int) -> dict[str, Any]:

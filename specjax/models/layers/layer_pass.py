@@ -33,7 +33,7 @@ class LayerCarry:
 
     `x` is the residual stream, `window` has the keys and values of the layers so far,
     `layer_inputs` are the requested features by name, `experts` are each token's experts in the M
-    sparse layers, and `queries` are those of each layer.
+    sparse layers, and `queries` are those of each layer with attention.
     """
 
     x: Float[Array, "B T D"]
@@ -51,8 +51,7 @@ class LayerPass:
     what tokens see in recurrent layers. `attend_all` is the attention over window and cache, if
     there is a cache; without a window (training) tokens attend only to each other. New keys are
     written to the window's slots from `start` on. `tapped_layers` maps feature names to the layers
-    whose inputs are kept. Where `kept` is False, a row leaves a layer out and
-    passes its input on.
+    whose inputs are kept. Where `kept` is False, a row leaves a layer out and passes its input on.
     """
 
     layer: DecoderLayer
@@ -89,7 +88,8 @@ class LayerPass:
             after = jnp.where(self.kept[index][:, None, None], after, x)
         experts = carry.experts
         if experts is not None and chosen is not None:
-            experts = experts.at[index - (config.num_layers - config.num_sparse)].set(chosen)
+            sparse = [layer for one in config.runs if one.sparse for layer in one.layers]
+            experts = experts.at[among(tuple(sorted(sparse)), index)].set(chosen)
         return carry.replace(x=after, experts=experts)
 
     def _attention(

@@ -155,8 +155,6 @@ class RecurrentLayer:
         rates = self.layer.project("btd,dn->btn", h, weights["rates"], jnp.float32)
         rates = rates.reshape(*shape, groups, 2, shared)
         share = nn.sigmoid(rates[:, :, :, 0]).reshape(*shape, heads)
-        if recurrence.negative_eigenvalues:
-            share = 2 * share
         decays = self._log_decays(rates[:, :, :, 1].reshape(*shape, heads), weights)[0]
         y, window = linear_attention(
             query * width**-0.5,
@@ -288,7 +286,11 @@ def linear_attention(
     carry = jnp.asarray(start, jnp.int32), window.padded(spare)
     (_, window), y = lax.scan(step, carry, operands)
     y = jnp.moveaxis(y, 0, 1).reshape(len(value), -1, *value.shape[2:])[:, :count]
-    return y, window.at_slots(slice(slots))
+    # The padding has no values, and later slots keep theirs.
+    before, after = tokens.window.values, window.values[:, :, :slots]
+    ours = jnp.arange(slots)[None, None, :, None, None] < start + count
+    window = window.at_slots(slice(slots))
+    return y, window.replace(values=jnp.where(ours, after, before))
 
 
 def _attend_block(

@@ -184,7 +184,7 @@ def _read_blocks(fields: Fields, known: Values) -> Values:
     blocks = fields.get(name)
     if blocks is None and isinstance(pattern, str):
         name, blocks = "hybrid_override_pattern", [_LETTERS.get(one, one) for one in pattern]
-    if not isinstance(blocks, list):
+    if not isinstance(blocks, list) or not blocks or {*map(type, blocks)} != {str}:
         raise fields.fail(name, "must name the kind of each layer")
     blocks = [_OLDER_BLOCKS.get(one, one) for one in blocks]
     if unknown := sorted({str(one) for one in blocks} - _BLOCKS.keys()):
