@@ -1,0 +1,24 @@
+"""Processors that change logits given the tokens before them: penalties, biases, constraints.
+
+    penalties   `Penalties`: repetition, presence and frequency, as in vLLM
+    tokens      `TokenBias` (biases, banned and allowed tokens), `MinTokens`, `NoRepeatNgrams`,
+                `ForcedTokens`
+
+Sampling parameters ask for them by row. For one of your own subclass `Processor`, check it by
+`specjax.testing.check_processor`, and pass it as the option `processors`. More: docs/processors.md.
+"""
+
+from specjax.core.processor import NewRows, Processor, one_by_one
+from specjax.processors.penalties import Penalties
+from specjax.processors.tokens import ForcedTokens, MinTokens, NoRepeatNgrams, TokenBias
+
+__all__ = [
+    "ForcedTokens",
+    "MinTokens",
+    "NewRows",
+    "NoRepeatNgrams",
+    "Penalties",
+    "Processor",
+    "TokenBias",
+    "one_by_one",
+]
