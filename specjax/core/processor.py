@@ -85,7 +85,7 @@ def one_by_one(
 
         return jax.tree.map(chosen, step(state, tokens[:, at]), state)
 
-    return lax.fori_loop(0, tokens.shape[1], body, state)
+    return lax.fori_loop(0, tokens.shape[1], body, state) if tokens.shape[1] else state
 
 
 def states_of(

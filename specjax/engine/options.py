@@ -207,7 +207,7 @@ class DecodeOptions:
     """
     enable_prefix_caching: Annotated[bool, Flag()] = False
     """Whether requests share the full pages of equal beginnings, which are then read once."""
-    processors: tuple[Processor, ...] = ()
+    processors: Sequence[Processor] = ()
     """Processors of your own, which change the logits of all rows, in this order, before those that
     sampling parameters ask for.
     """

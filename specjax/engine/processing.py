@@ -179,12 +179,12 @@ def check_shapes(
     count = jax.ShapeDtypeStruct((rows,), jnp.int32)
     logits = jax.ShapeDtypeStruct((rows, vocab_size), jnp.float32)
 
-    def states(tokens: Any, count: Any) -> Any:
+    def states(tokens: Any, count: Any, requested: Any) -> Any:
         state = processor.init(NewRows(tokens, count, vocab_size, requested))
         return state, processor.advance(state, tokens, count)
 
     try:
-        before, after = jax.eval_shape(states, tokens, count)
+        before, after = jax.eval_shape(states, tokens, count, requested)
         returned = jax.eval_shape(processor.apply, before, logits)
     except Exception as error:  # a processor is the user's own code and may raise anything
         raise InputError(

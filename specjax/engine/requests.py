@@ -128,7 +128,7 @@ class SamplingParams:
     are negative; 1 is off.
     """
     logit_bias: Annotated[
-        Mapping[int, float] | Sequence[tuple[int, float]] | None, TokenBiases()
+        Mapping[int | str, float] | Sequence[Sequence[float]] | None, TokenBiases()
     ] = ()
     """Numbers from -100 to 100 that are added to the logits of tokens, by token id."""
     banned_token_ids: Annotated[Sequence[int] | None, _TOKENS] = ()

@@ -103,7 +103,9 @@ class _Row:
         tokens = np.zeros((rows, capacity), np.int32)
         tokens[:, : len(self.prompt)] = self.prompt
         lengths = jnp.full(rows, len(self.prompt), jnp.int32)
-        requested = jax.tree.map(lambda leaf: jnp.repeat(leaf, rows, axis=0), self.requested)
+        requested = jax.tree.map(
+            lambda leaf: jnp.repeat(jnp.asarray(leaf), rows, axis=0), self.requested
+        )
         return self.processor.init(NewRows(jnp.asarray(tokens), lengths, self.vocab, requested))
 
     def after(self, tokens: Int[np.ndarray, "I d"]) -> Any:
