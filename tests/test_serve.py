@@ -210,6 +210,32 @@ def test_models_health_and_errors_of_the_openai_package(client, url):
         assert connection.getresponse().status == 200
 
 
+def test_penalties_and_constraints_of_the_openai_package(client, engine):
+    """Names of OpenAI and, in `extra_body`, of vLLM; the program for them is made meanwhile."""
+    (output,) = alone(
+        engine,
+        [5, 6, 7],
+        temperature=0.0,
+        max_new_tokens=9,
+        presence_penalty=1.5,
+        frequency_penalty=0.5,
+        logit_bias={9: 2.5},
+        allowed_token_ids=[9, 10, 11, 12],
+    )
+    got = client.completions.create(
+        model="toy",
+        prompt=[5, 6, 7],
+        temperature=0,
+        max_tokens=9,
+        presence_penalty=1.5,
+        frequency_penalty=0.5,
+        logit_bias={"9": 2.5},
+        extra_body={"allowed_token_ids": [9, 10, 11, 12], "min_tokens": 2},
+    )
+    assert got.choices[0].specjax["token_ids"] == output.token_ids
+    assert {*output.token_ids} <= {9, 10, 11, 12}
+
+
 def test_metrics_have_vllms_names_and_add_up(client, url):
     names = (
         "prompt_tokens_total",

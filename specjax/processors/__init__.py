@@ -1,8 +1,12 @@
 """Processors that change logits given the tokens before them: penalties, biases, constraints.
 
-    penalties   `Penalties`: repetition, presence and frequency, as in vLLM
-    tokens      `TokenBias` (biases, banned and allowed tokens), `MinTokens`, `NoRepeatNgrams`,
-                `ForcedTokens`
+    Penalties()         repetition, presence and frequency penalties
+    TokenBias()         biases, banned and allowed tokens
+    MinTokens()         no end before a number of tokens
+    NoRepeatNgrams()    no n-gram twice
+    ForcedTokens()      the first tokens of the output
+
+    specjax.generate(model, prompts, drafter=drafter, repetition_penalty=1.2, min_tokens=20)
 
 Sampling parameters ask for them by row. For one of your own subclass `Processor`, check it by
 `specjax.testing.check_processor`, and pass it as the option `processors`. More: docs/processors.md.
