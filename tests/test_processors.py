@@ -19,6 +19,7 @@ from tiny_models import bigrams, small_model
 
 import specjax
 from specjax import SamplingParams, trees
+from specjax.apps.rows.compare_outputs import compare_row
 from specjax.core import processor as core_processor
 from specjax.core import round as core_round
 from specjax.core.processor import NewRows, path_to
@@ -527,6 +528,24 @@ def test_log_probabilities_are_those_before_processors(tiny):
     np.testing.assert_allclose(found.logprobs[0], logp, atol=1e-4)
 
 
+def test_rows_are_compared_under_their_processors(tiny):
+    """The margin of a token is that of the penalised logits."""
+    params = SamplingParams(max_new_tokens=8, repetition_penalty=1.6, presence_penalty=0.8)
+    call = make_call(tiny, [[3, 4, 5, 3]], sampling=params)
+    plain = decode(tiny, [[3, 4, 5, 3]], sampling=params).token_ids[0]
+    tokens = jnp.array([[3, 4, 5, 3, *plain, 0]], jnp.int32)
+    logits = np.asarray(every_logits(tiny.architecture, tiny.params, tokens))[3:]
+    found = by_hand(logits[5], [3, 4, 5, 3], plain[:5], params)
+    first, second = np.argsort(found)[::-1][:2]
+    assert first == plain[5]
+    ours = [*plain[:5], int(second), *plain[6:]]
+    assert compare_row(call.plan, call.requests[0], plain, plain) is None
+    difference = compare_row(call.plan, call.requests[0], ours, plain)
+    assert difference.first == 5
+    assert difference.near_ties[0].margin == pytest.approx(found[first] - found[second], abs=1e-4)
+    assert not difference.excused
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
@@ -595,7 +614,8 @@ def test_the_forms_of_a_bias():
     assert hash(wanted) == hash(SamplingParams(logit_bias=((3, 1.0), (5, -2.0))))
 
 
-def test_a_model_of_two_layers_under_all_at_once(fast_programs):
+@pytest.mark.parametrize("rows", slow(12_000))
+def test_a_model_of_two_layers_under_all_at_once(rows, fast_programs):
     """All processors in the same rows, joint over three tokens of a model with attention."""
     request = SamplingParams(
         temperature=0.9,
@@ -608,5 +628,5 @@ def test_a_model_of_two_layers_under_all_at_once(fast_programs):
         no_repeat_ngram_size=3,
     )
     drafter = draft_model(small_model(8, 1, seed=1))
-    check = check_drafter(drafter, small_model(8), row_count(12_000), request=request)
+    check = check_drafter(drafter, small_model(8), rows, request=request)
     assert check.passed, check

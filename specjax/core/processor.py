@@ -187,16 +187,18 @@ def possible(
 
 def allowed_nodes(
     processors: Sequence[Processor], states: Sequence[Any], draft: Draft
-) -> Bool[Array, "B N"]:
-    """Return a mask of the nodes of a draft that were drawn, or that all processors allow."""
+) -> Bool[Array, "B N"] | None:
+    """Return a mask of the nodes of a draft that were drawn, or that all processors allow.
+
+    The result is None if no processor can say.
+    """
     asked = [
         (processor, state)
         for processor, state in zip(processors, states, strict=True)
         if type(processor).allows is not Processor.allows
     ]
-    drawn = draft.logq_row >= 0
     if not asked or not draft.topology.num_nodes:
-        return jnp.ones_like(drawn)
+        return None
 
     def allowed(slots: Int[Array, "B"], tokens: Int[Array, "B"]) -> Bool[Array, "B"]:
         path, count = path_to(draft.topology, draft.tokens, slots)
@@ -207,4 +209,4 @@ def allowed_nodes(
         return jnp.stack(each).all(axis=0)
 
     parents = jnp.broadcast_to(jnp.asarray(draft.topology.row_parents), draft.tokens.shape)
-    return drawn | jax.vmap(allowed, in_axes=1, out_axes=1)(parents, draft.tokens)
+    return (draft.logq_row >= 0) | jax.vmap(allowed, in_axes=1, out_axes=1)(parents, draft.tokens)

@@ -140,7 +140,8 @@ def propose(plan: LoopPlan, params: Any, state: State, limits: StepLimits) -> Pr
         drawn = jnp.isfinite(jnp.max(draft.logq, axis=-1))
         drawn = jnp.take_along_axis(drawn, jnp.maximum(draft.logq_row, 0), axis=1)
         within &= drawn | (draft.logq_row < 0)
-    within &= allowed_nodes(plan.processors, state.processors, draft)
+    if (allowed := allowed_nodes(plan.processors, state.processors, draft)) is not None:
+        within &= allowed
     valid = draft.topology.close(draft.valid & within)
     draft = draft.replace(valid=valid, tokens=jnp.where(valid, draft.tokens, 0))
     return proposal._replace(draft=draft)
@@ -166,7 +167,7 @@ def _truncate(
     stopped = (stops & (step < count[:, None])).any(axis=1)
     full = state.length + count >= state.rows.max_length
     status = jnp.where(stopped, STOPPED, jnp.where(full, FULL, RUNNING))
-    wrong, ended = ~verified.numbers, jnp.full(count.shape, FAILED, jnp.int32)
+    wrong, ended = ~verified.numbers, FAILED
     if verified.possible is not None:
         ended = jnp.where(wrong[:, 0], FAILED, BARRED)
         wrong |= ~verified.possible

@@ -153,11 +153,7 @@ def verify_draft(
     numbers = jnp.isfinite(largest)[:, :, 0]
     tree = as_drafted(draft, topology)
     logits_at = processed(
-        plan.processors,
-        state.processors,
-        sampling.by_slot(logits),
-        draft.tokens[:, :nodes],
-        topology,
+        plan.processors, state.processors, sampling.by_slot(logits), tree.tokens, topology
     )
 
     def target(slots: Int[Array, "B"]) -> Float[Array, "B V"]:
