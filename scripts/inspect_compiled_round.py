@@ -4,6 +4,7 @@
     python scripts/inspect_compiled_round.py --platform=tpu --topology=v5e:2x4 --data=2 --model=4
     python scripts/inspect_compiled_round.py --drafter=early_exit --tree=dynamic --nodes=32
     python scripts/inspect_compiled_round.py --program=prefill --batch=1 --capacity=32768
+    python scripts/inspect_compiled_round.py --recurrent=delta --num_speculative_tokens=4
 
 Needs the platform's compiler (`pip install -e '.[cuda13]'` or `.[tpu]`), not the device: XLA
 compiles for a description of it. The target is Llama-8B-shaped with `--layers` layers, in bfloat16,
@@ -33,6 +34,9 @@ _TOPOLOGY = flags.DEFINE_string("topology", "v5e:2x4", "The TPU slice; a GPU is 
 _LAYERS = flags.DEFINE_integer("layers", 4, "Layers of the target.")
 _PROGRAM = flags.DEFINE_enum("program", "round", ["round", "prefill"], "What to compile.")
 _EXPERTS = flags.DEFINE_integer("experts", 0, "Experts of each layer, of which a token has two.")
+_RECURRENT = flags.DEFINE_enum(
+    "recurrent", "none", ["none", "delta", "mamba2"], "What three of four layers are instead."
+)
 _BATCH = flags.DEFINE_integer("batch", 8, "Rows.")
 _CAPACITY = flags.DEFINE_integer("capacity", 2048, "Tokens that the cache can hold.")
 _TOKENS = flags.DEFINE_integer("num_speculative_tokens", 7, "Longest draft.")
@@ -145,7 +149,7 @@ def compile_program(devices: list[Any]) -> Any:
     from specjax.methods.early_exit import EarlyExit
     from specjax.methods.heads import shared_parameters
     from specjax.methods.ngram import Ngram
-    from specjax.models.config import Experts
+    from specjax.models.config import Experts, Recurrence
     from specjax.models.decoder import Decoder
     from specjax.models.form import Form
 
@@ -155,6 +159,11 @@ def compile_program(devices: list[Any]) -> Any:
     if _EXPERTS.value:
         experts = Experts(_EXPERTS.value, 2, config.intermediate_size // 4)
         config = dataclasses.replace(config, experts=experts, family="mixtral")
+    if _RECURRENT.value != "none":
+        states = Recurrence(_RECURRENT.value, 4, 16, 32, key_width=128, value_width=128)
+        mixers = (*["recurrent"] * 3, "attention")
+        family = "qwen3_5_text" if states.kind == "delta" else "bamba"
+        config = dataclasses.replace(config, recurrence=states, mixers=mixers, family=family)
     build_parameters.check_shards(config, model)
     form = Form.of(_PLATFORM.value, config, data * model)
     params = jax.tree.map(

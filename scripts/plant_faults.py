@@ -32,7 +32,7 @@ OTHERS = (
     *("chain_enumeration", "tree_rules", "verify_chain", "verify_tree", "keys", "warp"),
     *("tree_merge", "loop_cache", "loop_distribution", "tree_distribution"),
     *("conformance/chains", "conformance/trees", "conformance/slots_and_pages"),
-    *("pair_heads", "step_limits", "pages", "paged_engine", "engine"),
+    *("conformance/pairs", "step_limits", "pages", "paged_engine", "engine"),
 )
 """Tests of rules, drafts and the loop, the quicker ones first: `a/b` is tests/a/test_b.py."""
 
@@ -160,7 +160,7 @@ FAULTS = (
         _VERIFY,
         "jnp.take_along_axis(result.features[name], slots[:, :, None], axis=1)",
         "result.features[name][:, : slots.shape[1]]",
-        ("own_cache", "loop_cache", "tree_drafters"),
+        ("own_cache", "loop_cache", "conformance/pairs"),
     ),
     Fault(
         "sampled_duplicate_dropped",

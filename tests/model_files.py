@@ -147,6 +147,8 @@ def gguf_converted(tensors, architecture, config):
         whole[name.replace("gate_up_proj", "up_proj")] = value[..., 1::2]
     for name, parts in experts.items():
         whole[name] = np.stack([parts[expert] for expert in range(len(parts))])
+    if config.recurrence is not None:
+        whole = dict(_recurrent(whole, architecture, config))
     found = {}
     for name, value in whole.items():
         if "gemma" in architecture and name.endswith("norm.weight"):
@@ -165,6 +167,46 @@ def gguf_converted(tensors, architecture, config):
             name += ".weight"
         found[names.get_name(name, try_suffixes=(".weight", ".bias"))] = value
     return found
+
+
+def _recurrent(tensors, architecture, config):
+    """Yield the tensors of a hybrid model with the names and shapes that the converter maps."""
+    recurrence = config.recurrence
+    is_qwen = architecture in ("qwen3next", "qwen35")
+    groups, shared = recurrence.key_heads, recurrence.value_heads // recurrence.key_heads
+    for name, value in tensors.items():
+        if architecture == "nemotron_h":
+            name = name.replace("model.", "backbone.")
+        if name.endswith(".A_log"):
+            value = -np.exp(value)
+        if name.endswith(("conv1d.weight", "conv.conv.weight")):
+            value = value.squeeze(1)
+        if is_qwen and name.endswith("norm.weight") and "linear_attn" not in name:
+            value = value + 1
+        if not is_qwen and name.endswith((".A_log", ".D")):
+            value = value[:, None]
+        if name.endswith((".mamba.norm.weight", ".mixer.norm.weight")):
+            value = value.reshape(groups, -1)
+        if name.endswith("dt_bias"):
+            name = name.removesuffix("_bias") + ("" if architecture == "nemotron_h" else "_proj")
+            name += ".bias"
+        start, _, last = name.rpartition(".in_proj_qkvz")
+        if last and start:
+            values = shared * recurrence.value_width
+            ends = np.cumsum([recurrence.key_width, recurrence.key_width, values])
+            blocks = np.split(value.reshape(groups, -1, value.shape[-1]), ends, axis=1)
+            flat = [block.reshape(-1, value.shape[-1]) for block in blocks]
+            yield f"{start}.in_proj_qkv{last}", np.concatenate(flat[:3])
+            yield f"{start}.in_proj_z{last}", flat[3]
+        elif "input_linear" in name:
+            module = name.removesuffix(".input_linear.weight")
+            gate, up = np.split(value, 2, axis=-2)
+            kind = {"shared_mlp": "shared_experts", "block_sparse_moe": "experts"}
+            start, _, last = module.rpartition(".")
+            yield f"{start}.mlp.{kind[last]}.gate_proj.weight", gate
+            yield f"{start}.mlp.{kind[last]}.up_proj.weight", up
+        else:
+            yield name, value
 
 
 def write_gguf(path, keys, arrays, kind="F32", architecture="llama", kinds=None, **split):

@@ -25,7 +25,7 @@ from specjax.loading.tokenizers.huggingface_tokenizer import read_tokenizer
 
 LLAMA_CONFIGS = [
     ({"model_type": "mamba"}, "model_type='mamba' is not supported; use a model of the type 'll"),
-    ({"model_type": "qwen3_next"}, "is not supported: it has linear attention"),
+    ({"model_type": "falcon_h1"}, "it has attention and Mamba-2 side by side in each layer"),
     ({"model_type": ["qwen3"]}, "model_type=['qwen3'] is not supported"),
     ({"surprise": 1}, "surprise=1: is unknown"),
     ({"architectures": ["LlamaForSequenceClassification"]}, "architectures="),
@@ -76,7 +76,7 @@ LLAMA_CONFIGS = [
 FAMILY_CONFIGS = [
     ("qwen3", {"hidden_act": "gelu"}, "hidden_act='gelu': is not supported"),
     ("qwen3", {"rope_scaling": {"type": "ntk"}, "rope_parameters": None}, "ntk"),
-    ("qwen3", {"rope_parameters": {"mrope_section": [1]}}, "mrope_section is unknown"),
+    ("qwen3", {"rope_parameters": {"surprise": [1]}}, "surprise is unknown"),
     ("qwen3", {"layer_types": ["chunked_attention"] * 3}, "layer_types="),
     ("qwen2", {"layer_types": ["sliding_attention"]}, "an entry for each of 3 layers"),
     ("qwen2", {"num_hidden_layers": 10**12}, "layer_types="),
@@ -146,6 +146,49 @@ FAMILY_CONFIGS = [
     ("deepseek_v3", {"q_lora_rank": 16}, "mis-shaped: model.layers."),
     ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method='noaux_tc': is not supported"),
     ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob=True: is not supported"),
+    ("qwen3_5_text", {"layer_types": ["linear"] * 5}, "layer_types="),
+    ("qwen3_5_text", {"layer_types": ["full_attention"]}, "an entry for each of 5 layers"),
+    ("qwen3_5_text", {"num_hidden_layers": 10**12}, "layer_types="),
+    ("qwen3_5_text", {"full_attention_interval": 0, "layer_types": None}, "interval=0: must be"),
+    ("qwen3_5_text", {"linear_num_key_heads": 3}, "recurrence.key_heads=3: must divide"),
+    ("qwen3_5_text", {"linear_key_head_dim": 0}, "recurrence.key_width=0: must be"),
+    ("qwen3_5_text", {"linear_value_head_dim": 2**40}, "recurrence.value_width=1099511627776"),
+    ("qwen3_5_text", {"linear_conv_kernel_dim": 3}, "mis-shaped: model.layers.0.linear_attn."),
+    ("qwen3_5_text", {"attn_output_gate": False}, "attn_output_gate=False: is not supported"),
+    ("qwen3_5_text", {"mtp_num_hidden_layers": 2}, "2 MTP modules are announced, and those of"),
+    ("qwen3_5_text", {"mtp_num_hidden_layers": 0}, "belongs to an MTP layer"),
+    ("qwen3_5_text", {"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings=True"),
+    ("qwen3_5", {"text_config": {"model_type": "qwen3_5_moe_text"}}, "='qwen3_5_moe_text': is not"),
+    ("qwen3_next", {"mlp_only_layers": [0]}, "mlp_only_layers=[0]: is not supported"),
+    ("qwen3_next", {"decoder_sparse_step": 2}, "decoder_sparse_step=2: is not supported"),
+    ("qwen3_next", {"shared_expert_intermediate_size": 0}, "shared_gate: needs a shared_size"),
+    ("qwen3_next", {"num_experts": 5}, "mis-shaped: "),
+    ("qwen3_next", {"num_experts": 7}, "missing: model.layers.0.mlp.experts.6.down_proj.weight"),
+    ("qwen3_5_moe_text", {"norm_topk_prob": False}, "norm_topk_prob=False: is not supported"),
+    ("lfm2", {"conv_dim": 16}, "conv_dim=16: is not supported; only 32 is"),
+    ("lfm2", {"conv_L_cache": 2}, "mis-shaped: model.layers.0.conv.conv.weight"),
+    ("lfm2", {"layer_types": ["conv"] * 4}, "mixers: at least one layer must have attention"),
+    (
+        "lfm2",
+        {"full_attn_idxs": [1.5], "layer_types": None},
+        "full_attn_idxs=[1.5]: must be a list",
+    ),
+    ("granitemoehybrid", {"mamba_d_head": 16}, "mamba_n_heads=8: times mamba_d_head=16 must be"),
+    ("granitemoehybrid", {"position_embedding_type": "alibi"}, "position_embedding_type='alibi'"),
+    ("granitemoehybrid", {"num_local_experts": 4}, "missing: model.layers.0.block_sparse_moe."),
+    ("granitemoehybrid", {"num_local_experts": -1}, "experts.num_experts=-1: must be"),
+    ("bamba", {"attn_layer_indices": []}, "mixers: at least one layer must have attention"),
+    ("bamba", {"attn_rotary_emb": 12}, "attn_rotary_emb=12: is not supported; only 4 is"),
+    ("bamba", {"time_step_limit": [2.0, 0.5]}, "step_limits=(2.0, 0.5): must ascend"),
+    ("bamba", {"time_step_limit": [0.0]}, "time_step_limit=[0.0]: must be two numbers"),
+    (
+        "nemotron_h",
+        {"layers_block_type": ["moe"] * 6},
+        "moe is not supported; the decoder supports",
+    ),
+    ("nemotron_h", {"layers_block_type": None}, "must name the kind of each layer"),
+    ("nemotron_h", {"num_hidden_layers": 5}, "num_hidden_layers=5: is not supported; only 6 is"),
+    ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act='silu': is not supported"),
     ("mimo", {"num_nextn_predict_layers": 2}, "missing: model.mtp_layers.1"),
     ("glm4_moe", {"mtp_num_hidden_layers": 3}, "mtp_num_hidden_layers=3: disagrees with num_next"),
 ]
@@ -169,6 +212,8 @@ def extra(name, value=None):
 
 QUERY = "model.layers.0.self_attn.q_proj"
 GLM = "families/glm4_moe"
+MERGED = "families/qwen3_5_moe"
+MERGED_EXPERTS = "model.language_model.layers.0.mlp.experts"
 
 
 def other_copy(tensors):
@@ -195,6 +240,24 @@ def other_copy(tensors):
         (GLM, without("model.layers.3.eh_proj", "model.layers.3.mlp."), "cut off"),
         (GLM, other_copy, "differs from model.embed_tokens.weight"),
         ("families/mimo", without("model.mtp_layers.0.input_proj"), "0.input_proj.weight"),
+        ("families/qwen3_5", without("mtp.fc."), "missing: mtp.fc.weight"),
+        ("families/qwen3_next", without("mtp.layers.0.mlp.gate."), "mtp.layers.0.mlp.gate.weight"),
+        (MERGED, without(f"{MERGED_EXPERTS}.down_proj"), "missing: model.layers.0.mlp.experts.0.d"),
+        (
+            MERGED,
+            extra(f"{MERGED_EXPERTS}.gate_up_proj", np.ones((6, 23, 32), np.float32)),
+            "missing: model.layers.0.mlp.experts.0.gate_proj.weight",
+        ),
+        (
+            MERGED,
+            extra(f"{MERGED_EXPERTS}.down_proj", np.ones((6, 32, 0), np.float32)),
+            "missing: model.layers.0.mlp.experts.0.down_proj.weight",
+        ),
+        (
+            "families/qwen3_5_text",
+            extra("model.layers.0.linear_attn.A_log", np.ones((4, 1), np.float32)),
+            "mis-shaped: model.layers.0.linear_attn.A_log",
+        ),
     ],
 )
 def test_tensors_that_do_not_fit(source, change, words, tmp_path):

@@ -1,7 +1,6 @@
-"""Block drafters in the loop: exact, and at the state that a fresh prefill gives."""
+"""Block drafters in the loop: confidence, and trees over marginals."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,20 +9,15 @@ import pytest
 from conftest import row_count
 from decoding import (
     PROMPTS,
-    accepted_lengths,
-    changed,
     decode,
     first_state,
     greedy,
     make_call,
     mixed,
     observed,
-    rounds,
 )
-from test_decoder import one_pass
 from tiny_models import block_drafter, block_head, small_model
 
-from specjax.core.drafter import Accepted
 from specjax.core.round import make_context
 from specjax.drafters import head_drafter
 from specjax.errors import InputError
@@ -33,57 +27,9 @@ from specjax.testing import check_drafter
 MARKOV = dict(markov_rank=3, sample_from_anchor=True, confidence=True)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def observe_all(plan, drafter, target_params, params, features, state):
-    context = make_context(plan, target_params, state)
-    following = jnp.pad(state.tokens[:, 1:], ((0, 0), (0, 1)))
-    count = jnp.maximum(state.length - 1, 0)
-    empty = drafter.init(params, *state.tokens.shape)
-    return drafter.observe(params, empty, context, Accepted(following, count, features))
-
-
-def assert_fresh(call, state, got=None):
-    """With what waits to be observed, the cache is what the committed tokens give."""
-    drafter, params = call.plan.loop.drafter.parts[0], call.plan.params[1][0]
-    features = one_pass(
-        call.plan.model, np.asarray(state.tokens), features=drafter.features
-    ).features
-    wanted = observe_all(
-        call.plan.loop, drafter, call.plan.params[0], params, features, state
-    ).cache
-    got = (observed(call, state)[0] if got is None else got).cache
-    np.testing.assert_array_equal(got.length, jnp.maximum(state.length - 1, 0))
-    held = (jnp.arange(got.capacity)[None, :] < got.length[:, None])[None, :, None, :, None]
-    for one, other in ((got.k, wanted.k), (got.v, wanted.v)):
-        np.testing.assert_allclose(
-            jnp.where(held, one, 0), jnp.where(held, other, 0), atol=3e-5, rtol=1e-4
-        )
-
-
 def call_of(tiny, drafter, new_tokens=14):
     options = dict(num_speculative_tokens=3, sampling=mixed(max_new_tokens=new_tokens))
     return make_call(tiny, PROMPTS, drafter=drafter, **options)
-
-
-def test_the_state_equals_a_fresh_one_after_every_round(tiny):
-    """The broken variant observes the features one position late."""
-    drafter = block_drafter(tiny, spread=0.3)
-    call = call_of(tiny, drafter)
-    state = first_state(call)
-    assert_fresh(call, state)
-    counts = []
-    for state in rounds(call, state, counts):
-        assert_fresh(call, state)
-    assert {0, 1, 2} <= accepted_lengths(counts)
-
-    def late(real, params, state, context, accepted):
-        moved = {name: jnp.roll(value, 1, axis=1) for name, value in accepted.features.items()}
-        return real(params, state, context, accepted.replace(features=moved))
-
-    broken = call_of(tiny, changed(drafter, observe=late))
-    state = next(rounds(call, first_state(call)))
-    with pytest.raises(AssertionError):
-        assert_fresh(call, state, observed(broken, state)[0])
 
 
 def test_confidence_ends_a_draft_before_the_token_is_drawn(tiny):

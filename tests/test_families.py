@@ -395,7 +395,7 @@ def test_modules_have_their_targets_norms(name):
     assert norms["scale"].kind == ("ones" if name == "gpt2" else "zeros")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "../variants/granitemoehybrid"])
 def test_a_saved_model_loads_as_it_was(name, tmp_path):
     """In its family's names, which are the golden checkpoint's; and as a checkpoint of specjax."""
     model = dataclasses.replace(model_of(name), mtp=None)
@@ -522,6 +522,38 @@ def test_the_layout_of_the_first_gpt2_is_read(tmp_path):
     save_file(tensors, path)
     again = load_model(copy, dtype="float32")
     assert jax.tree.all(jax.tree.map(np.array_equal, again.params, model_of("gpt2").params))
+
+
+def test_the_names_of_published_hybrids_are_read(tmp_path):
+    """The prefix of Nemotron-H, whose layers are letters, and modules beside a text part."""
+    from safetensors.numpy import load_file, save_file
+
+    copy = changed("families/nemotron_h", tmp_path, layers_block_type=None)
+    fields = json.loads((copy / "config.json").read_text())
+    fields |= {"hybrid_override_pattern": "M-*-MM", "time_step_limit": [0.0, float("inf")]}
+    (copy / "config.json").write_text(json.dumps(fields))
+    path = copy / "model.safetensors"
+    tensors = load_file(path).items()
+    save_file({name.replace("model.", "backbone."): value for name, value in tensors}, path)
+    again = load_model(copy, dtype="float32")
+    assert again.config == model_of("nemotron_h").config
+    jax.tree.map(np.testing.assert_array_equal, again.params, model_of("nemotron_h").params)
+    assert model_of("qwen3_5").mtp is not None
+
+
+def test_granite_4_with_attention_alone(tmp_path):
+    """Its config has the fields of Mamba-2, of no effect."""
+    copy = changed(
+        "families/granitemoehybrid",
+        tmp_path,
+        layer_types=["attention"] * 4,
+        position_embedding_type="rope",
+    )
+    config, _ = read_config(copy, None)
+    assert (config.recurrence, config.mixers, config.rotary_width) == (None, ("attention",), 8)
+    model = random_model(config, 0, dtype="float32")
+    save_model(model, tmp_path / "saved")
+    assert load_model(tmp_path / "saved", dtype="float32").config == config
 
 
 @pytest.mark.parametrize(

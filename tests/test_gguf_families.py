@@ -30,6 +30,7 @@ from specjax.models.config import (
     Experts,
     Mlp,
     Norm,
+    Recurrence,
     RopeScaling,
     SlidingWindow,
 )
@@ -52,6 +53,15 @@ GEMMA = {
     "embedding": Embedding(scale=32**0.5),
     "tie_word_embeddings": True,
 }
+DELTA = Recurrence("delta", key_heads=2, value_heads=4, key_width=8, value_width=6)
+QWEN = {
+    "norm": Norm(offset=1),
+    "attention": Attention(qk_norm=True, gated=True, rotary_width=6),
+    "mixers": ("recurrent", "recurrent", "recurrent", "attention"),
+}
+MAMBA = Recurrence(
+    "mamba2", key_heads=2, value_heads=4, key_width=8, value_width=16, conv_bias=True
+)
 CONFIGS = {
     "qwen2": {"attention_bias": True, "attention": Attention(output_bias=False)},
     "qwen3": {"attention": Attention(qk_norm=True), "tie_word_embeddings": True},
@@ -143,6 +153,45 @@ CONFIGS = {
         ),
     },
 }
+CONFIGS |= {
+    "qwen3_next": QWEN
+    | {
+        "recurrence": DELTA,
+        "experts": Experts(6, 3, 8, shared_size=20, shared_gate=True),
+    },
+    "qwen3_5_text": QWEN | {"recurrence": dataclasses.replace(DELTA, key_heads=4)},
+    "lfm2": {
+        "head_dim": 8,
+        "attention": Attention(qk_norm=True),
+        "recurrence": Recurrence("conv", conv_width=3, value_width=32),
+        "mixers": ("recurrent", "attention", "recurrent"),
+        "tie_word_embeddings": True,
+    },
+    "granitemoehybrid": {
+        "embedding": Embedding(scale=12.0),
+        "attention": Attention(query_scale=0.015625, rotary_width=0),
+        "residual_scale": 0.22,
+        "logit_divisor": 8.0,
+        "recurrence": MAMBA,
+        "mixers": ("recurrent", "attention", "recurrent"),
+        "experts": Experts(6, 3, 8, shared_size=40),
+    },
+    "nemotron_h": {
+        "rope_theta": 10000.0,
+        "attention": Attention(rotary_width=0),
+        "mlp": Mlp("relu2", gated=False),
+        "recurrence": MAMBA,
+        "mixers": ("recurrent", "none", "attention", "none"),
+        "mlps": (False, True),
+    },
+}
+SSM = {
+    "ssm.conv_kernel": np.uint32(4),
+    "ssm.group_count": np.uint32(2),
+    "ssm.time_step_rank": np.uint32(4),
+    "ssm.state_size": np.uint32(8),
+    "ssm.inner_size": np.uint32(64),
+}
 KEYS = {
     "gemma2": {
         "attention.sliding_window": np.uint32(7),
@@ -204,6 +253,47 @@ KEYS = {
         "leading_dense_block_count": np.uint32(1),
     },
 }
+KEYS |= {
+    "qwen3_next": {
+        "rope.dimension_count": np.uint32(6),
+        "ssm.conv_kernel": np.uint32(4),
+        "ssm.group_count": np.uint32(2),
+        "ssm.time_step_rank": np.uint32(4),
+        "ssm.state_size": np.uint32(8),
+        "ssm.inner_size": np.uint32(24),
+        "expert_count": np.uint32(6),
+        "expert_used_count": np.uint32(3),
+        "expert_feed_forward_length": np.uint32(8),
+        "expert_shared_feed_forward_length": np.uint32(20),
+    },
+    "lfm2": {
+        "attention.head_count_kv": [0, 2, 0, 0],
+        "shortconv.l_cache": np.uint32(3),
+    },
+    "granitemoehybrid": {
+        "embedding_scale": np.float32(12),
+        "attention.scale": np.float32(0.015625),
+        "residual_scale": np.float32(0.22),
+        "logit_scale": np.float32(8),
+        "attention.head_count_kv": [0, 2, 0, 0],
+        "rope.scaling.finetuned": False,
+        "feed_forward_length": np.uint32(8),
+        "expert_count": np.uint32(6),
+        "expert_used_count": np.uint32(3),
+        "expert_shared_feed_forward_length": np.uint32(40),
+        **SSM,
+    },
+    "nemotron_h": {
+        "attention.head_count_kv": [0, 0, 2, 0],
+        "feed_forward_length": [0, 40, 0, 40],
+        "attention.layer_norm_epsilon": np.float32(1e-5),
+        "rope.dimension_count": np.uint32(12),
+        **SSM,
+    },
+}
+KEYS["qwen3_5_text"] = {
+    name: value for name, value in KEYS["qwen3_next"].items() if "expert" not in name
+} | {"ssm.group_count": np.uint32(4), "rope.dimension_sections": [1, 1, 1, 0]}
 """Keys beside those that every architecture has."""
 
 
@@ -235,13 +325,13 @@ def tensors_of(config, seed=0):
     return tensor_layout.stored_tensors(registry.family(config.family).gguf.tensors, config, params)
 
 
-def write(path, config, arrays=None, change=(), kind="F32"):
+def write(path, config, arrays=None, change=(), kind="F32", kinds=None):
     """A model's file, with other keys, None for one that is left out."""
     family = registry.family(config.family)
     arrays = tensors_of(config) if arrays is None else arrays
     keys = metadata(config) | dict(change)
     keys = {key: value for key, value in keys.items() if value is not None}
-    return write_gguf(path, keys, arrays, kind, family.gguf.architecture)
+    return write_gguf(path, keys, arrays, kind, family.gguf.architecture, kinds)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -255,8 +345,8 @@ def test_a_written_model_is_loaded(tmp_path, name):
     expected = gguf_converted(theirs, family.gguf.architecture, config)
     assert arrays.keys() == expected.keys()
     for stored, value in expected.items():
-        np.testing.assert_array_equal(arrays[stored], value)
-    again = load_model(write(tmp_path / "a.gguf", config, arrays), dtype="float32")
+        np.testing.assert_array_equal(arrays[stored].reshape(value.shape), value)
+    again = load_model(write(tmp_path / "a.gguf", config, expected), dtype="float32")
     assert again.config == config
     for mine, read in zip(
         jax.tree.leaves(model.params), jax.tree.leaves(again.params), strict=True
@@ -305,6 +395,81 @@ def test_fused_projections_in_blocks_are_those_of_the_dequantised_file(tmp_path)
     assert is_quantized(layers["attention"]["qkv"]["kernel"])
     assert is_quantized(layers["mlp"]["gate_up"]["kernel"])
     jax.tree.map(np.testing.assert_array_equal, float_model(model).params, wide.params)
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+@pytest.mark.parametrize("name", ["qwen3_next", *slow("granitemoehybrid")])
+def test_recurrent_layers_in_blocks_are_those_of_the_dequantised_file(tmp_path, name):
+    recurrence = {"key_width": 16, "value_width": 16}
+    config = config_of(name)
+    config = dataclasses.replace(
+        config,
+        head_dim=16,
+        intermediate_size=64,
+        recurrence=dataclasses.replace(config.recurrence, **recurrence),
+        experts=dataclasses.replace(config.experts, intermediate_size=32, shared_size=64),
+    )
+    architecture = registry.family(name).gguf.architecture
+    keys = {
+        "attention.key_length": 16,
+        "ssm.state_size": 16,
+        "ssm.inner_size": 64,
+        "expert_feed_forward_length": 32,
+        "feed_forward_length": 32,
+        "expert_shared_feed_forward_length": 64,
+    }
+    known = {*KEYS[name], "attention.key_length"}
+    keys = {f"{architecture}.{key}": np.uint32(keys[key]) for key in known & keys.keys()}
+    kinds = {
+        tensor: "F32"
+        for tensor in tensors_of(config)
+        if "ssm_conv1d" in tensor or "shexp" in tensor
+    }
+    path = write(tmp_path / "a.gguf", config, change=keys, kind="Q8_0", kinds=kinds)
+    model, wide = load_model(path), load_model(path, weights="float", form=Form())
+    recurrent = model.params["recurrent_layers"]["recurrence"]
+    assert is_quantized(recurrent["output"]["kernel"])
+    jax.tree.map(np.testing.assert_array_equal, float_model(model).params, wide.params)
+    found, wanted = (
+        specjax.generate(one, ["the thin", "in the"], drafter="ngram", max_new_tokens=12).token_ids
+        for one in (model, wide)
+    )
+    assert found == wanted
+
+
+def test_modules_of_qwen_are_among_the_layers(tmp_path):
+    """With llama.cpp's names, and norms that multiply by the file's numbers."""
+    config, family = config_of("qwen3_5_text"), registry.family("qwen3_5_text")
+    modules = mtp_layers.module_config(config, 1, family.gguf.mtp)
+    assert modules == mtp_layers.module_config(config, 1, family.mtp)
+    params = noisy(modules.parameter_table(), 1, 1.0)
+    arrays = tensors_of(config)
+    layout = family.gguf
+    for location in mtp_layers.locations(config, modules, layout.mtp, layout.tensors):
+        path, index = location.within(scan_layers=True)
+        value = np.asarray(parameter_names.lookup({"mtp": params}, path))[index]
+        arrays[location.name] = np.ascontiguousarray(tensor_layout.to_stored(value, location))
+    assert {name for name in arrays if "blk.4" in name and "nextn" in name} == {
+        f"blk.4.nextn.{name}.weight" for name in ("eh_proj", "enorm", "hnorm", "shared_head_norm")
+    }
+    final = params["modules"]["0"]["final_norm"]["scale"]
+    np.testing.assert_allclose(arrays["blk.4.nextn.shared_head_norm.weight"], final + 1, rtol=1e-6)
+    keys = {"qwen35.block_count": np.uint32(5), "qwen35.nextn_predict_layers": np.uint32(1)}
+    model = load_model(write(tmp_path / "a.gguf", config, arrays, keys), dtype="float32")
+    assert model.config == config
+    jax.tree.map(
+        lambda mine, read: np.testing.assert_allclose(read, mine, rtol=0, atol=1e-6),
+        params,
+        model.mtp.params,
+    )
+
+
+def test_granite_4_without_experts(tmp_path):
+    config = dataclasses.replace(config_of("granitemoehybrid"), experts=None)
+    keys = {"expert_count": 0, "expert_used_count": 0, "feed_forward_length": 40}
+    keys = {f"granitehybrid.{name}": np.uint32(value) for name, value in keys.items()}
+    path = write(tmp_path / "a.gguf", config, change=keys)
+    assert load_model(path, dtype="float32").config == config
 
 
 @pytest.mark.parametrize("how", ["stacked", *slow("unrolled", "mesh")])
@@ -464,6 +629,10 @@ def without_up(arrays):
     return {name: value for name, value in arrays.items() if "ffn_up_exps" not in name}
 
 
+def positive_decay(arrays):
+    return arrays | {"blk.0.ssm_a": -arrays["blk.0.ssm_a"]}
+
+
 def u32(name, value):
     return {name: np.uint32(value)}
 
@@ -502,6 +671,16 @@ def u32(name, value):
         ("gpt_oss", u32("expert_feed_forward_length", 32), "mis-shaped: blk.0.ffn_down_exps."),
         ("smollm3", u32("attention.sliding_window", 7), "window=7: is not supported; only 0 is"),
         ("granite", {"rope.scaling.finetuned": False}, "finetuned=False: is not supported"),
+        ("qwen3_next", u32("ssm.inner_size", 23), "must be a multiple of ssm.time_step_rank=4"),
+        ("qwen3_next", u32("ssm.time_step_rank", 3), "recurrence.key_heads=2: must divide"),
+        ("qwen3_next", u32("full_attention_interval", 2), "missing: blk.1."),
+        ("qwen3_next", positive_decay, "blk.0.ssm_a must have negative numbers alone"),
+        ("qwen3_5_text", u32("ssm.group_count", 2), "4 value heads share 2 key heads"),
+        ("lfm2", {"attention.head_count_kv": [0, 2, 0]}, "an entry for each of 4 layers"),
+        ("lfm2", u32("attention.key_length", 16), "key_length=16: is not supported; only 8 is"),
+        ("granitemoehybrid", {"rope.scaling.finetuned": True}, "finetuned=True: is not supported"),
+        ("nemotron_h", {"feed_forward_length": [0, 40, 0, 0]}, "missing: blk.3.ssm"),
+        ("nemotron_h", u32("ssm.group_count", 3), "recurrence.key_heads=3: must divide"),
         ("qwen3_moe", u32("expert_gating_func", 2), "gating_func=2: is not supported; only 1 is"),
         ("qwen3_moe", u32("expert_count", 0), "experts.num_experts=0"),
         ("qwen3_moe", u32("expert_used_count", 7), "experts.per_token=7"),

@@ -10,54 +10,22 @@ import pytest
 from conftest import slow, tiny_config
 from decoding import (
     PROMPTS,
-    coupled,
     decode,
-    first_state,
     greedy,
-    make_call,
-    mixed,
-    rounds,
 )
-from test_loop_cache import assert_caches, fresh
+from test_loop_cache import fresh
 
 import specjax
 from specjax.core.causal_mask import causal
 from specjax.distributed import sharding
 from specjax.loading.load import place_model, random_model
 from specjax.methods import layer_choice
-from specjax.methods.early_exit import EarlyExit
 from specjax.methods.layer_choice import choose, exit_acceptance, leave_out
 from specjax.methods.layer_skip import LayerSkip
 from specjax.models.config import Experts, SlidingWindow
 from specjax.models.form import Form
 
 NEW = 24
-
-
-@pytest.fixture(scope="module")
-def plain(tiny):
-    return coupled(tiny, None, NEW, batch_size=1)
-
-
-def call_of(target, drafter):
-    options = dict(verify="coupled", sampling=mixed(max_new_tokens=NEW), num_speculative_tokens=3)
-    return make_call(target, PROMPTS, drafter=drafter, **options)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Committing(EarlyExit):
-    """Broken: verification resumes after a draft that left out a layer, and commits its window."""
-
-    def propose(self, params, state, context, noise):
-        target = dataclasses.replace(context.target, skipped=(1,))
-        return super().propose(params, state, context.replace(target=target), noise)
-
-
-def test_keys_of_skipped_layers_that_are_committed_are_found(tiny):
-    call = call_of(tiny, Committing(3, exit_layer=3))
-    state = next(rounds(call, first_state(call)))
-    with pytest.raises(AssertionError):
-        assert_caches(call, state)
 
 
 @pytest.mark.parametrize("name", ["early_exit", *slow("layer_skip")])

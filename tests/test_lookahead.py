@@ -13,24 +13,20 @@ from decoding import (
     PROMPTS,
     caught_up,
     coupled,
-    decode,
     first_state,
     greedy,
     make_call,
-    observed,
     rounds,
 )
 from test_decoder import one_pass
 from test_drafters import silence
 from tiny_models import bigrams
 
-import specjax
 from specjax.core.round import make_context
-from specjax.drafters import Drafter, LoadedDrafter, merge_drafters, take_turns
+from specjax.drafters import Drafter, LoadedDrafter, take_turns
 from specjax.engine.requests import SamplingParams
 from specjax.errors import InputError
 from specjax.methods.lookahead import Lookahead
-from specjax.methods.ngram import Ngram
 from specjax.sampling import Rejection
 from specjax.testing.drafter_check import decode as decode_rows
 from specjax.testing.drafter_check import make_plan
@@ -232,35 +228,6 @@ def test_an_ngram_that_is_verified_where_the_window_was_computed_is_found(tiny):
     assert right.accepted.max() == 2
     assert right.token_ids == plain.token_ids
     assert wrong.token_ids != plain.token_ids
-
-
-@pytest.mark.parametrize("join", [merge_drafters, *slow(take_turns)])
-def test_the_window_is_found_among_other_drafts(join, tiny):
-    """Whichever tree it was merged into; a pass without it changes nothing."""
-    drafter = join(Ngram(prompt_lookup_min=1, num_matches=2), Lookahead(**SMALL))
-    options = dict(sampling=greedy(max_new_tokens=12), batch_size=8)
-    call = make_call(tiny, PROMPTS, drafter=drafter, **options)
-    *_, state = rounds(call, first_state(call))
-    own = observed(call, state)[0 if join is merge_drafters else 1]
-    own = own[1] if join is merge_drafters else own
-    text = np.maximum(np.asarray(state.length) - 3, 0)
-    steps = (np.asarray(own.count) - text) / 4
-    assert (steps == steps.astype(int)).all()
-    assert steps.max() > 3
-    plain = decode(tiny, PROMPTS, **options).token_ids
-    assert [
-        np.asarray(state.tokens[row, len(prompt) : len(prompt) + 12]).tolist()
-        for row, prompt in enumerate(PROMPTS)
-    ] == plain
-
-
-@pytest.mark.parametrize("name", ["lookahead", *slow("suffix|lookahead", "ngram+lookahead")])
-def test_by_name(name, tiny):
-    made = specjax.make_drafter(name, tiny, num_speculative_tokens=3)
-    options = dict(sampling=greedy(max_new_tokens=12), batch_size=8)
-    got = decode(tiny, PROMPTS, drafter=made, **options)
-    assert got.token_ids == decode(tiny, PROMPTS, **options).token_ids
-    assert got.accepted.max() > 0
 
 
 def test_sizes():

@@ -43,7 +43,7 @@ def test_draft_lengths(name, length, tiny, every, plain_mixed):
     assert got.drafted.max() == length
 
 
-@pytest.mark.parametrize("acceptance", [0.6, 0.0, *slow(1.0)])
+@pytest.mark.parametrize("acceptance", [0.0, *slow(0.6, 1.0)])
 def test_simulated(acceptance, tiny, plain_mixed):
     drafter = replay(tiny, plain_mixed, acceptance)
     got = coupled(tiny, drafter, NEW, num_speculative_tokens=3)

@@ -21,7 +21,8 @@ from specjax.methods.mtp import own_modules
 from specjax.models.mtp import Mtp
 
 FAMILIES = GOLDENS / "families"
-NAMES = ("glm4_moe", "mimo", "deepseek_v3")
+QWEN = ("qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe")
+NAMES = ("glm4_moe", "mimo", "deepseek_v3", *QWEN)
 
 
 @pytest.fixture(params=NAMES, scope="module")

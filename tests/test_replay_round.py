@@ -49,10 +49,10 @@ def drafter_of(name, tiny, similar):
     ("name", "verify", "temperature"),
     [
         ("similar", "rejection", 0.9),
-        ("eagle tree", "rejection", 0.9),
-        ("similar", "block", 0.9),
         ("eagle tree", "block", 0.9),
         *slow(
+            ("eagle tree", "rejection", 0.9),
+            ("similar", "block", 0.9),
             ("eagle dynamic tree", "rejection", 0.9),
             ("token_recycling", "rejection", 0.9),
             ("turns_model", "rejection", 0.9),

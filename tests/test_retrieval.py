@@ -25,15 +25,13 @@ from test_sharding import mesh_of
 from tiny_models import bigrams, small_model
 
 import specjax
-from specjax.drafters import LoadedDrafter, TreeOptions, merge_drafters, take_turns
+from specjax.drafters import LoadedDrafter, TreeOptions, take_turns
 from specjax.engine.generate import decode_requests
 from specjax.engine.requests import SamplingParams
 from specjax.errors import InputError
 from specjax.loading.load import place_model
 from specjax.methods.corpus.drafter import Corpus
 from specjax.methods.corpus.sorted_text import LONGEST_MATCH, sorted_text, with_separator
-from specjax.methods.early_exit import EarlyExit
-from specjax.methods.suffix import Suffix
 from specjax.testing.drafter_check import chi_square, output_distribution
 
 TEXT_SIZE, LONGEST_ROW, END = 192, 24, 10**9
@@ -187,6 +185,7 @@ def together(tiny, loaded):
     return coupled(tiny, loaded)
 
 
+@pytest.mark.slow
 def test_asleep_and_woken(tiny, loaded, plain):
     """Without a state there is nothing to observe: the draft after a sleep is that of its row."""
     controller = Scripted((((3,), (0.0,), 1), ((0,), (0.0,), 2), ((1,), (0.0,), 1)))
@@ -195,19 +194,6 @@ def test_asleep_and_woken(tiny, loaded, plain):
     got = decode_requests(*call.controlled_by(controller))
     assert got.token_ids == plain.token_ids
     assert got.accepted.max() > 1
-
-
-def test_joined_with_others(tiny, loaded):
-    exit = EarlyExit(tiny.config.num_layers, exit_layer=2)
-    options = dict(sampling=greedy(max_new_tokens=12), batch_size=8)
-    plain = decode(tiny, PROMPTS, **options).token_ids
-    tree = TreeOptions(kind="dynamic", topk=2, depth=3, num_nodes=6)
-    branching = dataclasses.replace(loaded.drafter, tree=tree, num_speculative_tokens=None)
-    branching = loaded._replace(drafter=branching)
-    for made in (take_turns(loaded, exit), merge_drafters(Suffix(), branching)):
-        got = decode(tiny, PROMPTS, drafter=made, num_speculative_tokens=3, **options)
-        assert got.token_ids == plain
-        assert got.accepted.max() > 1
 
 
 def test_on_a_mesh(tiny, loaded, together):

@@ -351,7 +351,7 @@ what a cache lacks."""
 
 @pytest.mark.parametrize(
     "name",
-    ["eagle3", "mtp", *slow("ngram", "merged", "early_exit", "medusa/static", "draft_model")],
+    ["eagle3", *slow("mtp", "ngram", "merged", "early_exit", "medusa/static", "draft_model")],
 )
 def test_full_drafts_are_those_of_fixed_lengths(name, call_of, assert_plain):
     call = call_of(name, controller=Fixed())

@@ -9,15 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import slow
-from decoding import PROMPTS, caught_up, changed, coupled, decode, greedy
+from decoding import caught_up, changed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_drafters import context_of, silence
 from tiny_models import bigrams
 
-import specjax
 from specjax.core.drafter import Accepted
-from specjax.drafters import LoadedDrafter, TokenRecycling, take_turns
+from specjax.drafters import TokenRecycling, take_turns
 from specjax.engine.requests import SamplingParams
 from specjax.errors import InputError
 from specjax.methods.lookup import Lookup
@@ -246,28 +245,11 @@ def test_broken_states_are_found(broken, target):
         assert_state_is_fresh(changed(Suffix(**LOOSE), observe=broken), target)
 
 
-@pytest.fixture(scope="module", params=["chain", "tree"])
-def options(request):
-    return LOOSE if request.param == "chain" else TREE
-
-
-@pytest.mark.parametrize("name", ["lookup", *slow("suffix", "suffix+early_exit")])
-def test_by_name(name, tiny):
-    options = {"exit_layer": 2} if "early_exit" in name else {}
-    made = specjax.make_drafter(name, tiny, num_speculative_tokens=3, **options)
-    options = dict(sampling=greedy(max_new_tokens=12), batch_size=8)
-    got = decode(tiny, PROMPTS, drafter=made, **options)
-    assert got.token_ids == decode(tiny, PROMPTS, **options).token_ids
-    assert got.accepted.max() > 0
-
-
-def test_lookup_is_the_two_in_one_tree(tiny):
+def test_lookup_is_the_two_in_one_tree():
     lookup = Lookup(61)
     assert lookup.parts == (Suffix(suffix_decoding_max_spec_factor=4.0), TokenRecycling(61))
     assert (lookup.num_speculative_tokens, lookup.num_nodes) == (8, 40)
     assert dataclasses.replace(lookup, num_speculative_tokens=3).parts[0].num_nodes == 3
-    loaded = LoadedDrafter(lookup, ((), ()))
-    assert coupled(tiny, loaded).token_ids == coupled(tiny, batch_size=1).token_ids
 
 
 @pytest.mark.parametrize(

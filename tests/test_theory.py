@@ -303,7 +303,7 @@ def test_break_even_alpha_by_hand():
         ),
         (
             lambda: theory.ModelShape(2, 8, 8, 2, 1, 4, 8, window=4, num_windowed=3),
-            r"num_windowed = 3: give 0 to num_layers = 2",
+            r"num_windowed = 3: give 0 to the 2 layers",
         ),
         (lambda: theory.Chip("mine", 1e12, 0.0, 1e9), r"bandwidth = 0: give"),
         (lambda: theory.memory(LLAMA_3_8B, batch=0, capacity=8), r"batch = 0: give"),

@@ -6,13 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import slow
-from decoding import PROMPTS, decode, first_state, greedy, make_call, observed
+from decoding import PROMPTS, first_state, make_call, observed
 from test_decoder import one_pass
 from test_drafters import context_of, silence
 from tiny_models import bigrams
 
-import specjax
 from specjax import trees
 from specjax.core.drafter import TargetPass
 from specjax.drafters import TokenRecycling, TreeOptions, take_turns
@@ -147,16 +145,6 @@ def test_options_of_the_tree():
     assert line.tree is None
     assert line.shape.topology.is_chain
     assert (line.num_nodes, line.num_candidates) == (4, 1)
-
-
-@pytest.mark.parametrize("name", ["ngram|token_recycling", *slow("token_recycling")])
-def test_by_name(name, tiny):
-    made = specjax.make_drafter(name, tiny, num_speculative_tokens=3)
-    assert made.drafter.num_speculative_tokens == 3
-    assert made.drafter.pass_features == ("top_tokens:8",)
-    options = dict(sampling=greedy(max_new_tokens=12), batch_size=1)
-    got = decode(tiny, PROMPTS[:3], drafter=made, **options)
-    assert got.token_ids == decode(tiny, PROMPTS[:3], **options).token_ids
 
 
 @pytest.mark.parametrize(

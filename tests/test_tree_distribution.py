@@ -43,7 +43,7 @@ class OwnTree(Drafter):
     num_nodes = property(lambda self: len(CHOICES))
 
     def propose(self, table, state, context, noise):
-        logq = context.warp(jnp.broadcast_to(table, (len(context.length), 1, VOCAB)))
+        logq = context.warp(jnp.broadcast_to(table, (len(context.length), 1, len(table))))
         siblings = jax.lax.top_k(logq + noise(0, [0]), 2)[1][:, 0]
         children = jnp.argmax(logq + noise(1, [1, 2]), axis=2)
         tokens = jnp.concatenate([siblings, children], axis=1).astype(jnp.int32)
@@ -88,8 +88,8 @@ def check(loaded, name, rule, rows):
 
 
 USUAL = [
-    *(("own", rule) for rule in RULE_NAMES),
-    *((name, "block") for name in ("draft_model", "merged")),
+    *(("own", rule) for rule in ("rejection", "block")),
+    ("draft_model", "block"),
 ]
 
 

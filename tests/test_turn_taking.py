@@ -8,7 +8,6 @@ import pytest
 from conftest import row_count, slow
 from decoding import (
     PROMPTS,
-    changed,
     decode,
     greedy,
     random_distribution,
@@ -18,11 +17,10 @@ from tiny_models import bigrams
 
 import specjax
 from specjax import trees
-from specjax.core.turn_taking import PartState, joined
+from specjax.core.turn_taking import PartState
 from specjax.drafters import Drafter, LoadedDrafter, take_turns
 from specjax.methods.ngram import Ngram
-from specjax.sampling import SharedNoise
-from specjax.testing import check_drafter, drafter_check
+from specjax.testing import check_drafter
 
 VOCAB, ROWS = 5, 8_000
 
@@ -115,85 +113,6 @@ def test_two_that_draw_from_distributions(target):
     check = check_drafter(take_turns(first, model(target)), target, row_count(ROWS))
     assert check.passed, check
     assert check.acceptance_length > 1.2
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DrawsInSecret(Drafter):
-    """A distribution that is not returned: tokens are drawn from it, and the state follows them."""
-
-    num_speculative_tokens: int = 1
-
-    def propose(self, params, state, context, noise):
-        token = jnp.argmax(params[None, :] + noise(0), axis=-1).astype(jnp.int32)
-        tokens = jnp.broadcast_to(token[:, None], (token.shape[0], self.num_speculative_tokens))
-        return trees.chain(tokens, jnp.where(token < 3, context.limit, 0)), state
-
-
-def draws_in_secret(table):
-    return LoadedDrafter(DrawsInSecret(), table)
-
-
-def test_what_the_first_drew_in_secret_tells_nothing_of_the_second(target):
-    table = jax.random.normal(jax.random.key(3), (VOCAB,))
-    check = check_drafter(
-        take_turns(draws_in_secret(table), model(target)), target, row_count(ROWS)
-    )
-    assert check.passed, check
-
-
-def as_one(first, second, propose):
-    """Two drafters without a state as one drafter, whose drafts `propose` makes."""
-    pair = take_turns(first, second)
-
-    def together(real, params, state, context, noise):
-        limited = pair.drafter.limited(length)
-        return propose(LoadedDrafter(limited, params), context, noise), state
-
-    length = 2
-    return changed(LoadedDrafter(says(0, length), pair.params), propose=together)
-
-
-def same_noise(first, second):
-    """Both draw from the noise that the other one has seen."""
-
-    def propose(pair, context, noise):
-        return proposed(pair, context, SharedNoise(noise))[0]
-
-    return as_one(draws_in_secret(jnp.zeros(VOCAB)), second, propose)
-
-
-def every_node_was_drawn(first, second):
-    """Claims that a copied token, too, was drawn from a distribution."""
-
-    def propose(pair, context, noise):
-        draft, _ = proposed(pair, context, noise)
-        row = jnp.broadcast_to(jnp.arange(draft.logq_row.shape[1]), draft.logq_row.shape)
-        return draft.replace(logq_row=row)
-
-    return as_one(first, second, propose)
-
-
-def chooses_by_what_was_drawn(first, second):
-    """Takes the copy only where the other one drew something else."""
-
-    def propose(pair, context, noise):
-        copying, drawing = pair.drafter.parts
-        copied, _ = copying.propose(pair.params[0], (), context, noise)
-        drawn, _ = drawing.propose(pair.params[1], (), context, noise)
-        other = copied.tokens[:, :1] != drawn.tokens[:, :1]
-        copied = copied.replace(valid=copied.valid & other)
-        return joined(copied, drawn, pair.drafter.num_speculative_tokens)
-
-    return as_one(first, second, propose)
-
-
-@pytest.mark.parametrize("broken", [every_node_was_drawn, chooses_by_what_was_drawn, same_noise])
-def test_broken_variants_fail(broken, target, monkeypatch):
-    # Rows of q that no drafter filled are found before anything is drawn.
-    monkeypatch.setattr(drafter_check, "check_contract", lambda *arguments: None)
-    check = check_drafter(broken(lookup(), model(target)), target, ROWS)
-    assert not check.passed
-    assert check.chi2 > 1.5 * check.threshold
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

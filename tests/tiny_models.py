@@ -55,8 +55,7 @@ def eagle_config(target, version=3, vocabulary=None, num_kv_heads=None, **flags)
     taps = ("final_norm",) if version == 1 else default_taps(target.config.num_layers)
     return EagleConfig(
         decoder=dataclasses.replace(
-            target.config,
-            num_layers=1,
+            target.config.llama_layers(1),
             num_kv_heads=num_kv_heads or target.config.num_kv_heads,
         ),
         version=version,
@@ -95,7 +94,7 @@ def eagle_head(target, version=3, vocabulary=None, seed=0, spread=1.0, **flags):
 
 def mtp_config(target, num_modules=1, vocabulary=None, decoder=None, **conventions):
     return MtpConfig(
-        decoder=decoder or dataclasses.replace(target.config, num_layers=1),
+        decoder=decoder or target.config.one_layer(),
         draft_vocab_size=vocabulary or target.config.vocab_size,
         num_modules=num_modules,
         **conventions,
@@ -124,9 +123,8 @@ def eagle_drafter(target, **options):
 
 
 def block_config(target, vocabulary=None, num_layers=2, **options):
-    decoder = dataclasses.replace(
-        target.config, num_layers=num_layers, attention=Attention(qk_norm=True)
-    )
+    decoder = target.config.llama_layers(num_layers)
+    decoder = dataclasses.replace(decoder, attention=Attention(qk_norm=True))
     usual = dict(
         taps=tuple(f"layer_input:{i}" for i in range(1, target.config.num_layers)),
         block_size=4,

@@ -12,9 +12,9 @@ Each folder is a checkpoint as `save_pretrained` writes it, and golden.npz: `tok
 Windows are shorter than the text, soft caps small enough to matter, biases and norms random.
 Multimodal families read the text alone.
 Families with modules for multi-token prediction have one: `mtp_logits` [2, 39, V] are its logits
-for all pairs, computed with transformers' layers in the order of vLLM's `glm4_moe_mtp` and
-`mimo_mtp`, and `mtp_drafts` [2, 3] the tokens that it drafts after the last pair from its own
-outputs.
+for all pairs, computed with transformers' layers in the order of vLLM's `glm4_moe_mtp`,
+`mimo_mtp` and `qwen3_next_mtp`, and `mtp_drafts` [2, 3] the tokens that it drafts after the last
+pair from its own outputs.
 """
 
 from __future__ import annotations
@@ -234,6 +234,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 LINEAR_LAYER = "linear_attention"
+QWEN_EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 20,
+}
 MAMBA = {
     "mamba_n_heads": 8,
     "mamba_d_head": 8,
@@ -252,6 +258,19 @@ FAMILIES |= {
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 8,
         "linear_value_head_dim": 6,
+    },
+    "qwen3_next": SIZES
+    | QWEN_EXPERTS
+    | {
+        "num_hidden_layers": 3,
+        "head_dim": 12,
+        "rope_parameters": ROPE | {"partial_rotary_factor": 0.5},
+        "layer_types": [LINEAR_LAYER, LINEAR_LAYER, FULL],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 6,
+        "norm_topk_prob": True,
     },
     "lfm2": {name: value for name, value in SIZES.items() if name != "rms_norm_eps"}
     | {
@@ -336,8 +355,19 @@ FAMILIES |= {
         "tie_word_embeddings": False,
     },
 }
-RECURRENT = ("qwen3_5_text", "qwen3_5", "lfm2", "granitemoehybrid", "bamba", "nemotron_h")
-WITH_MODULES = ("glm4_moe", "mimo", "deepseek_v3")
+FAMILIES["qwen3_5_moe_text"] = {
+    name: value for name, value in FAMILIES["qwen3_5_text"].items() if name != "intermediate_size"
+} | {"num_hidden_layers": 3, "layer_types": [LINEAR_LAYER, FULL, LINEAR_LAYER], **QWEN_EXPERTS}
+FAMILIES["qwen3_5_moe"] = FAMILIES["qwen3_5"] | {
+    "text_config": FAMILIES["qwen3_5_moe_text"]
+    | {"rope_parameters": FAMILIES["qwen3_5"]["text_config"]["rope_parameters"]}
+}
+RECURRENT = (
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe"),
+    *("lfm2", "granitemoehybrid", "bamba", "nemotron_h"),
+)
+QWEN_MODULES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe")
+WITH_MODULES = ("glm4_moe", "mimo", "deepseek_v3", *QWEN_MODULES)
 WRITTEN_AS = {"mimo": "qwen2"}
 """Families that transformers lacks, each with a family that has the same decoder."""
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -358,12 +388,22 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "num_nextn_predict_layers": 0,
     },
     "gpt_oss": {"num_hidden_layers": 2, "quantization_config": {"quant_method": "mxfp4"}},
+    "granitemoehybrid": {
+        "num_hidden_layers": 2,
+        "layer_types": [LINEAR_LAYER, FULL],
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 12,
+        "shared_intermediate_size": 20,
+    },
 }
 """Changes of families' settings: router scores divided by their sum; a choice among all experts,
 and an announced module whose tensors transformers does not write, as when it saves GLM-4.5; queries
-with and without a latent, and rotated halves; and experts in MXFP4.
+with and without a latent, and rotated halves; experts in MXFP4; and experts beside a shared MLP.
 """
 DRAFTS = 3
+FIRST_SEED = {"qwen3_5_text": 6, "qwen3_5_moe_text": 2}
+"""Where an earlier seed gives states of nearly zero before a norm, which magnifies rounding."""
 
 
 class Module(torch.nn.Module):
@@ -371,25 +411,32 @@ class Module(torch.nn.Module):
 
     def __init__(self, name: str, model: Any) -> None:
         super().__init__()
-        config, width = model.config, model.config.hidden_size
-        layers = type(model.model.layers[-1])
-        norms = type(model.model.norm)
+        text = text_part(model)
+        config, width = text.config, text.config.hidden_size
+        layers, norms = type(text.layers[-1]), type(text.norm)
 
         def norm() -> torch.nn.Module:
             return norms(width, eps=config.rms_norm_eps)
 
-        # The index says whether the layer has experts.
-        self.layer = layers(config, config.num_hidden_layers - 1)
+        # The index says whether the layer has experts, and that it has attention.
+        kinds = getattr(config, "layer_types", None) or [FULL] * config.num_hidden_layers
+        self.layer = layers(config, max(i for i, kind in enumerate(kinds) if kind == FULL))
         self.embedding_norm, self.hidden_norm, self.final_norm = norm(), norm(), norm()
         self.projection = torch.nn.Linear(2 * width, width, bias=False)
         self.config, self.hidden_first = config, name == "mimo"
-        self.prefix = "model.mtp_layers.0." if name == "mimo" else "model.layers.3."
-        self.names = NAMES_OF_MIMO if name == "mimo" else NAMES_OF_GLM
+        self.keeps_first = name in QWEN_MODULES
+        self.prefix, self.layer_prefix, self.names = "model.layers.3.", "", NAMES_OF_GLM
+        if name == "mimo":
+            self.prefix, self.names = "model.mtp_layers.0.", NAMES_OF_MIMO
+        elif name in QWEN_MODULES:
+            self.prefix, self.layer_prefix, self.names = "mtp.", "layers.0.", NAMES_OF_QWEN
 
     def forward(self, model: Any, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Return the normed outputs at positions 0, 1, ... for pairs of tokens and states."""
-        embedded = model.model.embed_tokens(tokens)
-        embedded[:, 0] = 0.0
+        text = text_part(model)
+        embedded = text.embed_tokens(tokens)
+        if not self.keeps_first:
+            embedded[:, 0] = 0.0
         both = [self.embedding_norm(embedded), self.hidden_norm(hidden)]
         x = self.projection(torch.cat(both[::-1] if self.hidden_first else both, dim=-1))
         count = tokens.shape[1]
@@ -399,7 +446,7 @@ class Module(torch.nn.Module):
             x,
             attention_mask=mask,
             position_ids=positions,
-            position_embeddings=model.model.rotary_emb(x, positions),
+            position_embeddings=text.rotary_emb(x, positions),
         )
         return self.final_norm(out[0] if isinstance(out, tuple) else out)
 
@@ -412,6 +459,7 @@ class Module(torch.nn.Module):
         found = {}
         for name, value in self.state_dict().items():
             part, _, rest = name.partition(".")
+            rest = self.layer_prefix + rest if part == "layer" else rest
             if rest.endswith("experts.gate_up_proj"):
                 start = self.prefix + rest.removesuffix("gate_up_proj")
                 for expert, both in enumerate(value):
@@ -425,7 +473,7 @@ class Module(torch.nn.Module):
                 found[self.prefix + rest] = value
             else:
                 found[f"{self.prefix}{self.names[part]}.{rest}"] = value
-        if not self.hidden_first:
+        if self.names is NAMES_OF_GLM:
             found[self.prefix + "embed_tokens.weight"] = model.model.embed_tokens.weight.clone()
             found[self.prefix + "shared_head.head.weight"] = model.lm_head.weight.clone()
         return found
@@ -443,11 +491,22 @@ NAMES_OF_MIMO = {
     "projection": "input_proj",
     "final_norm": "final_layernorm",
 }
+NAMES_OF_QWEN = {
+    "embedding_norm": "pre_fc_norm_embedding",
+    "hidden_norm": "pre_fc_norm_hidden",
+    "projection": "fc",
+    "final_norm": "norm",
+}
+
+
+def text_part(model: Any) -> Any:
+    """Return the decoder of a model for text, or for images and text."""
+    return getattr(model.model, "language_model", model.model)
 
 
 def modules_outputs(module: Module, model: Any, tokens: torch.Tensor) -> dict[str, np.ndarray]:
     """Return the arrays to save of a module: its logits, and the drafts of its recursion."""
-    hidden = model.model(tokens, use_cache=False).last_hidden_state[:, :-1]
+    hidden = text_part(model)(tokens, use_cache=False).last_hidden_state[:, :-1]
     read, drafts, logits = tokens[:, 1:], [], []
     for _ in range(DRAFTS):
         normed = module(model, read, hidden)
@@ -456,7 +515,7 @@ def modules_outputs(module: Module, model: Any, tokens: torch.Tensor) -> dict[st
         read = torch.cat([read, drafts[-1]], dim=1)
         hidden = torch.cat([hidden, normed[:, -1:]], dim=1)
     return {
-        "mtp_logits": logits[0].numpy(),
+        "mtp_logits": logits[0].float().numpy(),
         "mtp_drafts": torch.cat(drafts, dim=1).numpy().astype(np.int32),
     }
 
@@ -469,10 +528,30 @@ def add_module(folder: Path, name: str, module: Module, model: Any) -> None:
     }
     save_file({**load_file(path), **tensors}, path, {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    config["num_nextn_predict_layers"] = 1
+    if "text_config" in config:
+        config["text_config"]["mtp_num_hidden_layers"] = 1
+    elif name in QWEN_MODULES and name != "qwen3_next":  # which does not announce it
+        config["mtp_num_hidden_layers"] = 1
+    elif name not in QWEN_MODULES:
+        config["num_nextn_predict_layers"] = 1
     if name in WRITTEN_AS:
         config |= {"model_type": name, "architectures": ["MiMoForCausalLM"]}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def merge_experts(folder: Path) -> None:
+    """Store the experts of a saved checkpoint in one tensor per layer, as it is published."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for start in {name.partition(".0.gate_proj")[0] for name in tensors if ".0.gate_proj" in name}:
+        kernels: dict[str, list[torch.Tensor]] = {kind: [] for kind in ("gate", "up", "down")}
+        while f"{start}.{len(kernels['up'])}.up_proj.weight" in tensors:
+            expert = len(kernels["up"])
+            for kind, of_kind in kernels.items():
+                of_kind.append(tensors.pop(f"{start}.{expert}.{kind}_proj.weight"))
+        gate, up, down = map(torch.stack, kernels.values())
+        tensors |= {f"{start}.gate_up_proj": torch.cat([gate, up], 1), f"{start}.down_proj": down}
+    save_file(tensors, path, {"format": "pt"})
 
 
 def store_mxfp4(folder: Path, quantization: dict[str, Any]) -> None:
@@ -499,7 +578,7 @@ def store_mxfp4(folder: Path, quantization: dict[str, Any]) -> None:
 def randomise(model: Any) -> None:
     """Give a model random weights with a spread at which every part matters."""
     family = model.config.model_type
-    offset = 0.0 if "gemma" in family or "qwen3_5" in family else 1.0
+    offset = 0.0 if any(name in family for name in ("gemma", "qwen3_5", "qwen3_next")) else 1.0
     with torch.no_grad():
         for name, value in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
@@ -528,7 +607,7 @@ def write(name: str, folder: Path, settings: dict[str, Any], module: bool) -> No
     """Save one model and its outputs, using the first seed whose greedy choices are clear."""
     settings = dict(settings)
     quantization = settings.pop("quantization_config", None)
-    for seed in range(50):
+    for seed in range(FIRST_SEED.get(folder.name, 0), 50):
         shutil.rmtree(folder, ignore_errors=True)
         torch.manual_seed(seed)
         config = AutoConfig.for_model(WRITTEN_AS.get(name, name), **settings)
@@ -537,6 +616,8 @@ def write(name: str, folder: Path, settings: dict[str, Any], module: bool) -> No
         model = classes.from_config(config)
         randomise(model)
         model.to(torch.bfloat16).save_pretrained(folder)
+        if name == "qwen3_5_moe":
+            merge_experts(folder)
         options = {}
         if quantization is not None:
             store_mxfp4(folder, quantization)
@@ -544,14 +625,18 @@ def write(name: str, folder: Path, settings: dict[str, Any], module: bool) -> No
         # In float32 transformers' chunked recurrences are wrong in the fourth digit.
         exact = torch.float64 if name in RECURRENT else torch.float32
         model = classes.from_pretrained(
-            folder, dtype=exact, attn_implementation="eager", **options
+            folder,
+            dtype=exact,
+            attn_implementation="eager",
+            experts_implementation="eager",
+            **options,
         ).eval()
         outputs = {}
         if module:
             drafting = Module(name, model)
             randomise(drafting)
             # Not the model, whose rotary frequencies would be rounded too.
-            drafting = drafting.to(torch.bfloat16).float().eval()
+            drafting = drafting.to(torch.bfloat16).to(exact).eval()
             add_module(folder, name, drafting, model)
         tokens = torch.randint(2, VOCAB, (ROWS, TOKENS))
         rows, margin = tokens, np.inf

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
@@ -42,7 +43,7 @@ class RecurrentState:
         inputs = jnp.concatenate([self.inputs, _at(window.inputs, slots)], axis=2)
         inputs = _at(inputs, count[:, None] + jnp.arange(kept)[None, :])
         if self.matrix is None:
-            return RecurrentState(inputs, None)
+            return self.replace(inputs=inputs)
         counts = jnp.arange(slots.shape[1])[None, :] < count[:, None]
 
         def path(layer: Int[Array, ""], array: jax.Array) -> jax.Array:
@@ -56,15 +57,14 @@ class RecurrentState:
             decays = path(layer, window.log_decays)
             # The decays after each token of the path; those of the whole path come first.
             after = lax.cumsum(jnp.pad(decays, ((0, 0), (0, 1), (0, 0))), axis=1, reverse=True)
-            grouped = (*keys.shape[:3], -1)
-            weighted = jnp.exp(after[:, 1:]).reshape(grouped)[..., None]
-            weighted = weighted * values.reshape(*grouped, values.shape[3])
-            before = _layer(matrix, layer)
-            added = jnp.einsum("btgn,btgrp->bgrnp", keys, weighted, precision="highest")
-            new = before * jnp.exp(after[:, 0])[:, :, None, None] + added.reshape(before.shape)
+            weighted = jnp.exp(after[:, 1:])[..., None] * values
+            keys = jnp.repeat(keys, values.shape[2] // keys.shape[2], axis=2)
+            added = jnp.einsum("bthn,bthp->bhnp", keys, weighted, precision="highest")
+            new = _layer(matrix, layer) * jnp.exp(after[:, 0])[:, :, None, None] + added
             return lax.dynamic_update_index_in_dim(matrix, new, layer, 0)
 
-        return RecurrentState(inputs, lax.fori_loop(0, len(self.matrix), advance, self.matrix))
+        matrix = lax.fori_loop(0, len(self.matrix), advance, self.matrix)
+        return self.replace(inputs=inputs, matrix=matrix)
 
 
 @struct.dataclass
@@ -89,7 +89,7 @@ class RecurrentWindow:
 
         return jax.tree.map(pad, self)
 
-    def at_slots(self, slots: Shaped[Array, "A"] | slice) -> RecurrentWindow:
+    def at_slots(self, slots: slice | Int[np.ndarray, "A"]) -> RecurrentWindow:
         """Return the window with only the given slots, in that order."""
         return jax.tree.map(lambda array: array[:, :, slots], self)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -223,6 +223,30 @@ def _caches(tree: Any) -> list[KVCache]:
 def with_cached_lengths(state: State, length: Int[Array, "B"]) -> State:
     """Return the state with caches of these lengths."""
     return _map_caches(lambda cache: cache.replace(length=length), state)
+
+
+def is_recurrent(tree: Any) -> bool:
+    """Return whether a cache in a tree has the state of recurrent layers."""
+    return any(cache.recurrent is not None for cache in _caches(tree))
+
+
+def cached_states(state: State) -> list[KVCache]:
+    """Return the length of each cache, and its state of recurrent layers, without entries.
+
+    With entries of the same rows, `with_cached_states` continues from there.
+    """
+    return [cache.without_entries() for cache in _caches(state)]
+
+
+def with_cached_states(state: State, caches: Sequence[KVCache]) -> State:
+    """Return the state with the lengths and recurrent states that `cached_states` returned."""
+    given = iter(caches)
+
+    def change(cache: KVCache) -> KVCache:
+        one = next(given)
+        return cache.replace(length=one.length, recurrent=one.recurrent)
+
+    return _map_caches(change, state)
 
 
 def without_entries(state: State) -> State:

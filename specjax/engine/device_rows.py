@@ -8,13 +8,21 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
 from specjax import controllers
 from specjax.controllers import StepRecord
+from specjax.core.cache import KVCache
 from specjax.core.drafter import StepLimits
-from specjax.core.state import Packed, State, with_entries, without_entries
+from specjax.core.state import (
+    Packed,
+    State,
+    with_cached_states,
+    with_entries,
+    without_entries,
+)
 from specjax.distributed.sharding import first_device
 from specjax.engine.length_control import time_steps
 from specjax.engine.plan import DecodePlan, flags_of
@@ -22,6 +30,7 @@ from specjax.engine.processing import processors_of, union
 from specjax.engine.programs import (
     Programs,
     compile_plan,
+    copied_states,
     is_compiled,
     processor_states,
     put_rows,
@@ -175,10 +184,17 @@ class DeviceRows:
         self._new = self._new.replace(rows=fixed, processors=states)
         return True
 
-    def new_rows(self, requests: Sequence[Request], slots: Sequence[int], cached: int = 0) -> None:
+    def new_rows(
+        self,
+        requests: Sequence[Request],
+        slots: Sequence[int],
+        cached: int = 0,
+        states: Sequence[KVCache] = (),
+    ) -> None:
         """Start new rows, whose prompts will be read, for free `slots`.
 
-        In a pool, the rows' pages hold their first `cached` tokens.
+        In a pool, the rows' pages hold their first `cached` tokens; `states` are the
+        `cached_states` after them if there are recurrent layers.
         """
         self._widen()
         plan, programs = self.plan, self.compile()
@@ -195,6 +211,13 @@ class DeviceRows:
             np.array([0 if request is None else cached for request in placed], np.int32),
             *arguments,
         )
+        if states:
+            # Later rows use them again, and these are donated.
+            self._new = with_cached_states(self._new, jax.tree.map(jnp.copy, states))
+
+    def cached_states(self) -> Sequence[KVCache]:
+        """Return copies of lengths and recurrent states after what the new rows have read."""
+        return copied_states(self._new)
 
     def _new_places(self, slots: Sequence[int]) -> Sequence[int]:
         """Return which of the new rows are those for `slots`.

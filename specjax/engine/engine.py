@@ -466,7 +466,9 @@ class Engine:
                     pages = self._scheduler.table(reading.rows)
                     ready = self._rows.read(reading.position, end, pages)
                     self._under_way.append(_RunningPrefill(ready, begun))
-                    reading.position = end
+                    before, reading.position = reading.position, end
+                    if self._scheduler.keeps_states(before):
+                        self._scheduler.keep(self._rows.cached_states())
                 budget -= round_up(count, self.plan.loop.chunks[-1])
             if reading.position == reading.longest:
                 self._admit(reading)
@@ -483,7 +485,8 @@ class Engine:
             reading.position = reading.longest
         else:
             with self._as_a_whole():
-                self._rows.new_rows(requests, list(reading.rows), reading.position)
+                slots = list(reading.rows)
+                self._rows.new_rows(requests, slots, reading.position, reading.states)
         reading.begun = True
 
     def _admit(self, reading: Reading) -> None:

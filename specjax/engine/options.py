@@ -211,6 +211,11 @@ class DecodeOptions:
     """Processors of your own, which change the logits of all rows, in this order, before those that
     sampling parameters ask for.
     """
+    num_kept_states: Annotated[int | None, optional(Whole(1))] = None
+    """The most beginnings after which the state of recurrent layers is kept, so that requests can
+    share them, by default four per slot. It is kept at the end of a prompt's last full page, and
+    every few pages before.
+    """
 
     def __post_init__(self) -> None:
         check_instance(self, "")
@@ -238,6 +243,11 @@ class DecodeOptions:
             value = getattr(self, name)
             if self.kv_page_size is None and value != default:
                 raise InputError(f"{name}={value}: caches have no pages; set kv_page_size")
+        if self.num_kept_states is not None and not self.enable_prefix_caching:
+            raise InputError(
+                f"num_kept_states={self.num_kept_states}: requests share no beginnings; set "
+                "enable_prefix_caching"
+            )
 
     def without_drafts(self) -> DecodeOptions:
         """Return the same options for plain decoding."""

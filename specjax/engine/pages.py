@@ -7,10 +7,13 @@ their memory is needed, least recently used first.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
@@ -18,6 +21,8 @@ from jaxtyping import Int
 from specjax.engine.plan import DecodePlan
 from specjax.engine.rows import Row
 
+_STATES_PER_SLOT = 4
+"""The number of kept states per slot, unless the options say another number in all."""
 _ROOT = 0
 """The serial number of what precedes the first page."""
 
@@ -29,6 +34,8 @@ class _Held:
     pages: list[int] = field(default_factory=list)
     published: int = 0
     serial: int = _ROOT
+    states: dict[int, Any] = field(default_factory=dict)
+    """The states of recurrent layers after some numbers of tokens, whose pages are unpublished."""
 
 
 class PagePool:
@@ -37,11 +44,21 @@ class PagePool:
     What caches store of a page's tokens depends on these, all earlier ones, and the next
     `following` ones (a drafter may read pairs of a position and the token after it). With None,
     pages are not shared. Prefixes are found by a dict of whole pages of tokens, which compares them
-    where their hashes are equal.
+    where their hashes are equal. A model with recurrent layers can only continue after a page if
+    their state there was kept, as at most `num_states` are, the latest used ones; others have None.
     """
 
-    def __init__(self, num_pages: int, size: int, following: int | None = None) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        size: int,
+        following: int | None = None,
+        num_states: int | None = None,
+    ) -> None:
         self.num_pages, self.size, self.following = num_pages, size, following
+        self.num_states = num_states
+        self._states: OrderedDict[int, Any] = OrderedDict()
+        """The states of recurrent layers after the pages with these serial numbers."""
         self._unused: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_pages))
         """The pages that no row holds, in the order in which they are taken."""
         self._holders = [0] * num_pages
@@ -73,14 +90,26 @@ class PagePool:
         """Return the known pages with the first `tokens` of a row, of at most `most` tokens."""
         return [page for page, _ in self._prefix(tokens, most)]
 
-    def open(self, row: Hashable, tokens: Sequence[int], most: int) -> int:
-        """Let a new row hold `known_prefix`; return the number of tokens in it."""
+    def open(self, row: Hashable, tokens: Sequence[int], most: int) -> tuple[int, Any]:
+        """Let a new row hold `known_prefix`.
+
+        Returns the number of tokens in it, and the state after them that was kept, if any.
+        """
         found = self._prefix(tokens, most)
         held = self._held[row] = _Held([page for page, _ in found], len(found))
         for page, held.serial in found:
             self._holders[page] += 1
             self._unused.pop(page, None)
-        return len(found) * self.size
+        if held.serial in self._states:
+            self._states.move_to_end(held.serial)
+        return len(found) * self.size, self._states.get(held.serial)
+
+    def keep(self, row: Hashable, num_tokens: int, states: Any) -> None:
+        """Keep the states of recurrent layers after a row's first `num_tokens`, of whole pages.
+
+        Later rows can use them once these pages are published.
+        """
+        self._held[row].states[num_tokens] = states
 
     def reserve(self, row: Hashable, num_tokens: int) -> bool:
         """Let a row hold pages for `num_tokens` tokens; if too few are unused, return False.
@@ -93,7 +122,8 @@ class PagePool:
         for _ in range(needed):
             page, _ = self._unused.popitem(last=False)
             if page in self._key:
-                del self._known[self._key.pop(page)]
+                _, serial = self._known.pop(self._key.pop(page))
+                self._states.pop(serial, None)
             self._holders[page] = 1
             self._held[row].pages.append(page)
         return True
@@ -127,6 +157,11 @@ class PagePool:
                 self._key[page] = key
             held.serial = self._known[key][1]
             held.published += 1
+            if (states := held.states.pop(end, None)) is not None:
+                self._states[held.serial] = states
+                self._states.move_to_end(held.serial)
+                if len(self._states) > self.num_states:
+                    self._states.popitem(last=False)
 
     def close(self, row: Hashable) -> None:
         """Take all pages from a row, if it has any; what is published stays known."""
@@ -137,9 +172,11 @@ class PagePool:
         """Forget all prefixes, since what they hold is not what would be read now."""
         self._known.clear()
         self._key.clear()
+        self._states.clear()
         for held in self._held.values():
             # What these rows fill from now on follows tokens that were read before.
             held.published, held.serial = self.num_pages, _ROOT
+            held.states.clear()
 
     def _prefix(self, tokens: Sequence[int], most: int) -> list[tuple[int, int]]:
         """Return the known pages with the first `tokens`, each with its serial number."""
@@ -153,6 +190,8 @@ class PagePool:
             if known is None:
                 break
             found.append(known)
+        while self.num_states is not None and found and found[-1][1] not in self._states:
+            found.pop()
         return found
 
     def _page_key(
@@ -184,7 +223,11 @@ class RowPages:
         shares = plan.options.enable_prefix_caching
         following = loop.drafter.following_tokens if shares else None
         num_pages = loop.num_pages // shards
-        self.pools = [PagePool(num_pages, loop.page_size, following) for _ in range(shards)]
+        num_states = None
+        if plan.keeps_states:
+            num_states = plan.options.num_kept_states or _STATES_PER_SLOT * plan.num_rows
+        pool = functools.partial(PagePool, num_pages, loop.page_size, following, num_states)
+        self.pools = [pool() for _ in range(shards)]
         self._pool_of: dict[Row, PagePool] = {}
         self._shape = plan.num_rows, loop.capacity // loop.page_size
         self._most_per_round = loop.drafter.num_speculative_tokens + 1
@@ -235,13 +278,35 @@ class RowPages:
         pool = self.pool(slot)
         return pool.size * len(pool.known_prefix(row.tokens, row.num_tokens - 2))
 
-    def begin(self, row: Row, slot: int) -> int:
-        """Let a row hold pages for its tokens; return how many of these are in them already."""
+    def begin(self, row: Row, slot: int) -> tuple[int, Any]:
+        """Let a row hold pages for its tokens.
+
+        Returns how many of these are in them already, and the states of recurrent layers after
+        them, if there are such layers.
+        """
         pool = self._pool_of[row] = self.pool(slot)
         found = pool.open(row, row.tokens, row.num_tokens - 2)
         reserved = pool.reserve(row, self._cached(row, 0))
         assert reserved
         return found
+
+    def next_kept(self, row: Row, position: int, chunks: Sequence[int]) -> int | None:
+        """Return the next position after which a row's states of recurrent layers are kept.
+
+        It ends a page and, of a prompt that is read in `chunks` of these sizes, a chunk of the
+        largest size, or the last one that an equal prompt would share. None if there is none, or
+        nothing is kept.
+        """
+        pool = self._pool_of[row]
+        if pool.num_states is None or pool.following is None:
+            return None
+        often, seldom = (math.lcm(chunk, pool.size) for chunk in (chunks[-1], chunks[0]))
+        last = (row.num_tokens - 2) // often * often
+        return min(last, position - position % seldom + seldom) if position < last else None
+
+    def keep(self, row: Row, position: int, states: Any) -> None:
+        """Keep a row's states of recurrent layers after the first `position` tokens."""
+        self._pool_of[row].keep(row, position, states)
 
     def reserve(self, rows: Sequence[Row], rounds: int) -> PagePool | None:
         """Let rows hold pages for so many more rounds; return a pool that has too few, if any.

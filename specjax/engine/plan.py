@@ -11,12 +11,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from specjax.controllers import Controller, DrafterSizes, Fixed, StepSizes
+from specjax.core.language_model import LanguageModel
 from specjax.core.none import NoDrafter
 from specjax.core.plan import LoopPlan
 from specjax.core.processor import Processor
+from specjax.core.state import is_recurrent
 from specjax.core.verify import check_rule_shapes
 from specjax.distributed.sharding import (
     DATA,
@@ -101,6 +104,15 @@ class DecodePlan:
     def prefill_rows(self) -> int:
         """The number of prompts read together: one per device along `data`."""
         return axis_size(self.mesh, DATA)
+
+    @functools.cached_property
+    def keeps_states(self) -> bool:
+        """Whether the target or a drafter has recurrent layers.
+
+        What they have read is a state, which only allows continuing where it was kept.
+        """
+        loop = self.loop
+        return _has_recurrent_layers(loop.target, loop.drafter, self.drafter.params)
 
     @property
     def step_sizes(self) -> StepSizes:
@@ -311,7 +323,13 @@ def _plan(
         check_shapes(processor, options.batch_size, capacity, target.config.vocab_size)
     # No row outgrows its caches.
     options = replace(options, max_length=min(max_length, loop.capacity))
-    return DecodePlan(target, drafter, options, loop, num_stop_ids)
+    plan = DecodePlan(target, drafter, options, loop, num_stop_ids)
+    if options.enable_prefix_caching and plan.prefill_rows > 1 and plan.keeps_states:
+        raise InputError(
+            f"enable_prefix_caching=True: with mesh.data={plan.prefill_rows} states of recurrent "
+            "layers are not kept; leave it out, or use mesh.data=1"
+        )
+    return plan
 
 
 def _num_pages(
@@ -341,6 +359,13 @@ def _num_pages(
         )
     rows = round_up(_power_of_two(options.batch_size), data)
     return options.num_kv_pages or rows * (capacity // size)
+
+
+def _has_recurrent_layers(target: LanguageModel, drafter: Turns, draft_params: Any) -> bool:
+    def caches(draft_params: Any) -> Any:
+        return target.make_cache(1, CACHE_BLOCK), drafter.init(draft_params, 1, CACHE_BLOCK)
+
+    return is_recurrent(jax.eval_shape(caches, draft_params))
 
 
 def check_pages_on_mesh(num_pages: int | None, data: int) -> None:

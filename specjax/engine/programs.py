@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Int
 
 from specjax.controllers import StepRecord
 from specjax.core import initial_state, loop
+from specjax.core.cache import KVCache
 from specjax.core.drafter import Sampling
 from specjax.core.drafter_errors import errors_of
 from specjax.core.plan import LoopPlan
@@ -27,6 +28,7 @@ from specjax.core.state import (
     RowProperties,
     State,
     admit,
+    cached_states,
     clear_caches,
     copy_caches,
     give_back,
@@ -159,10 +161,10 @@ def _processor_states(
     prompt_length: Int[Array, "B"],
     length: Int[Array, "B"],
 ) -> tuple[Any, ...]:
-    vocab_size = loop_plan.target.vocab_size
-    return constrain_rows(
-        states_of(loop_plan.processors, requested, tokens, prompt_length, length, vocab_size)
-    )
+    rows = requested, tokens, prompt_length, length
+    states = states_of(loop_plan.processors, *rows, loop_plan.target.vocab_size)
+    # Copies, since the rows' own arrays are donated beside them.
+    return constrain_rows(jax.tree.map(jnp.copy, states))
 
 
 class Programs(NamedTuple):
@@ -327,6 +329,12 @@ def _memory(params: Any, state: State, rows: State, temporaries: int) -> MemoryP
 def take_rows(state: State, rows: Int[Array, "A"], spare: Bool[Array, "A"]) -> State:
     """Return the state of `rows` alone, in that order; those marked `spare` are released."""
     return release(take(state, rows), spare)
+
+
+@jax.jit
+def copied_states(state: State) -> list[KVCache]:
+    """Return copies of `cached_states`, which outlive a state that is donated."""
+    return jax.tree.map(jnp.copy, cached_states(state))
 
 
 def _slots(loop_plan: LoopPlan, params: Any, *arguments: Any) -> State:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int
 
+from specjax.core.cache import KVCache
 from specjax.engine.outputs import RequestId
 from specjax.engine.pages import PagePool, RowPages
 from specjax.engine.plan import DecodePlan, round_up
@@ -25,13 +26,14 @@ class Reading:
     """Rows whose prompts are being read, by slot; all are read together, up to `position`.
 
     `begun` says whether the devices have them. The first `num_shared` tokens of each were found in
-    pages, added up.
+    pages, added up, and `states` are those of recurrent layers after them.
     """
 
     rows: dict[int, Row]
     position: int = 0
     begun: bool = False
     num_shared: int = 0
+    states: Sequence[KVCache] = ()
 
     @property
     def longest(self) -> int:
@@ -139,7 +141,8 @@ class Scheduler:
                 break
             pools.add(self.pages.pool(slot))
             reading.rows |= self.take(slots)
-            reading.position = self.pages.begin(row, slot)
+            reading.position, states = self.pages.begin(row, slot)
+            reading.states = states or ()
             reading.num_shared += reading.position
         self.reading = reading if pools else None
         return self.reading
@@ -151,13 +154,39 @@ class Scheduler:
         the largest size or at the end of the prompts, so that a prompt's chunks do not depend on
         what else is read.
         """
-        left, chunks = self.reading.longest - self.reading.position, self._chunks
+        left, chunks = self._until_kept() - self.reading.position, self._chunks
         if not self.decoding or round_up(left, chunks[-1]) <= budget:
             return left
         if budget == self._options.prefill_budget:
             budget = max(budget, chunks[0])
         budget = max(budget, 0)
         return min(left, budget - budget % chunks[0])
+
+    def _until_kept(self) -> int:
+        """Return the position up to which the prompts being read are read without a stop.
+
+        They are read to their ends, or to where their states of recurrent layers are kept.
+        """
+        reading = self.reading
+        if self.pages is not None and len(reading.rows) == 1:
+            (row,) = reading.rows.values()
+            stop = self.pages.next_kept(row, reading.position, self._chunks)
+            if stop is not None:
+                return min(stop, reading.longest)
+        return reading.longest
+
+    def keeps_states(self, begin: int) -> bool:
+        """Return whether states are kept at the position of what is read, which was `begin`."""
+        if self.pages is None or len(self.reading.rows) != 1:
+            return False
+        (row,) = self.reading.rows.values()
+        kept = self.pages.next_kept(row, begin, self._chunks)
+        return not row.ended and self.reading.position == kept
+
+    def keep(self, states: Sequence[KVCache]) -> None:
+        """Keep states of recurrent layers after what has been read of the only row's prompt."""
+        (row,) = self.reading.rows.values()
+        self.pages.keep(row, self.reading.position, states)
 
     def admit(self) -> None:
         """Let the rows decode whose prompts have been read, and which the devices have moved."""

@@ -25,27 +25,37 @@ _GZIP_BEGINS = b"\x1f"
 """The first byte of a gzip file, with which no JSON text begins."""
 
 
-def parse_json(text: str | bytes, where: str, remedy: str = "repair it") -> Any:
+def parse_json(
+    text: str | bytes, where: str, remedy: str = "repair it", infinity: Any = None
+) -> Any:
     """Return the value of a JSON text; raise InputError if it is not JSON.
 
     `where`, the name of the file and for JSON Lines the line, begins the message, and `remedy` ends
     it. Also rejected are NaN, numbers with thousands of digits or beyond the range of floats,
-    excessive nesting, duplicate keys, and invalid UTF-8.
+    excessive nesting, duplicate keys, and invalid UTF-8. `infinity`, unless None, is the value of
+    Infinity, which is rejected otherwise.
     """
+
+    def constant(name: str) -> Any:
+        if name == "Infinity" and infinity is not None:
+            return infinity
+        raise ValueError(f"{name} is no number of JSON")
+
     try:
         # Some editors begin a file with a byte order mark.
         text = text.decode("utf-8-sig") if isinstance(text, bytes) else text.removeprefix("\ufeff")
         return json.loads(
-            text, parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_object
+            text, parse_constant=constant, parse_float=_finite, object_pairs_hook=_object
         )
     except (ValueError, RecursionError) as error:  # decoding errors are ValueErrors too
         raise InputError(f"{where} is not JSON ({one_line(error):.160}); {remedy}") from None
 
 
-def read_json_file(path: Path, remedy: str = "restore it") -> Any:
+def read_json_file(path: Path, remedy: str = "restore it", infinity: Any = None) -> Any:
     """Return the value of a JSON file; raise InputError, naming the path, if it cannot be read.
 
-    A file of more than 256 MiB is rejected. `remedy` ends the error message.
+    A file of more than 256 MiB is rejected. `remedy` ends the error message, and `infinity` is that
+    of `parse_json`.
     """
     try:
         with open_files.open_regular(path, remedy) as file:
@@ -59,7 +69,7 @@ def read_json_file(path: Path, remedy: str = "restore it") -> Any:
             )
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror or error}); {remedy}") from None
-    return parse_json(bytes(content), str(path), remedy)
+    return parse_json(bytes(content), str(path), remedy, infinity)
 
 
 def read_json_lines(
@@ -113,10 +123,6 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))
         raise ValueError(f"the key {shown(twice)} is there twice")
     return value
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no number of JSON")
 
 
 def _finite(text: str) -> float:

@@ -27,6 +27,9 @@ to them within a round, are int32."""
 _SMALLEST_REAL, _LARGEST_REAL = 1e-15, 1e15
 """Limits that keep the quotient of any two of a config's reals finite and non-zero in float32."""
 
+UNLIMITED = _LARGEST_REAL
+"""A limit that no number reaches; metadata of checkpoints are JSON, which has no infinity."""
+
 
 @dataclass(frozen=True)
 class RopeScaling:
@@ -161,8 +164,9 @@ class Experts:
     selection but not the scores (2408.15664). With `groups`, experts are selected only from the
     `groups_per_token` groups with the largest sums of their `group_scores` best scores
     (2412.19437).
-    `shared_size` is the width of an MLP that is added for every token, or 0. With `bias` the router
-    and the experts have biases.
+    `shared_size` is the width of an MLP that is added for every token, or 0; with `shared_gate` its
+    result is multiplied by the sigmoid of a product of the input with a vector (Qwen3-Next). With
+    `bias` the router and the experts have biases.
     """
 
     num_experts: int
@@ -176,6 +180,7 @@ class Experts:
     groups_per_token: int = 1
     group_scores: int = 2
     shared_size: int = 0
+    shared_gate: bool = False
     num_dense: int = 0
     bias: bool = False
 
@@ -201,7 +206,7 @@ class Recurrence:
     value_width: int = 1
     conv_bias: bool = False
     bias: bool = False
-    step_limits: tuple[float, float] = (0.0, float("inf"))
+    step_limits: tuple[float, float] = (0.0, UNLIMITED)
     negative_eigenvalues: bool = False
 
     @property
@@ -588,6 +593,8 @@ def _check_experts(experts: Experts) -> None:
                 f"experts.{field}={shown(value)}: must be a whole number from {lowest} to "
                 f"{highest}; repair the config"
             )
+    if experts.shared_gate and not experts.shared_size:
+        raise InputError("experts.shared_gate: needs a shared_size of at least 1")
     if experts.num_experts % experts.groups:
         raise InputError(
             f"experts.groups={experts.groups}: must divide num_experts={experts.num_experts}"

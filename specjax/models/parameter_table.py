@@ -220,4 +220,6 @@ def _experts(config: DecoderConfig) -> dict[str, Any]:
         table["router"]["selection_bias"] = bias
     if experts.shared_size:
         table["shared"] = _mlp(width, experts.shared_size, gated=True)
+    if experts.shared_gate:
+        table["shared_gate"] = Parameter((1, width), (None, "embed"))
     return table

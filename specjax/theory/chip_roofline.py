@@ -68,11 +68,70 @@ class ExpertShape:
         return unwrap(self.num_experts * (1.0 - missed))
 
 
+_STATE_BYTES = 4
+_STATE_MOVES = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class RecurrentShape:
+    """The sizes of `num_layers` layers that have a recurrent state in place of attention.
+
+    The state has a matrix [N, P] for each of H heads, in float32, which share G keys, and the last
+    inputs of a convolution over `conv_width` tokens. A layer computes `num_rates` numbers per head
+    beside queries, keys, values and gates: 2 in the gated delta rule, 1 in Mamba-2.
+    """
+
+    num_layers: int
+    key_heads: int
+    value_heads: int
+    key_width: int
+    value_width: int
+    conv_width: int = 4
+    num_rates: int = 2
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            checked_count(field.name, getattr(self, field.name), 1)
+
+    @property
+    def channels(self) -> int:
+        """The number of inputs of a layer's convolution: queries, keys and values."""
+        return 2 * self.key_heads * self.key_width + self.value_heads * self.value_width
+
+    def state_elements(self) -> int:
+        """Return how many numbers the states of all layers have per row, at any length."""
+        matrix = self.value_heads * self.key_width * self.value_width
+        return self.num_layers * (matrix + (self.conv_width - 1) * self.channels)
+
+    def slot_elements(self) -> int:
+        """Return how many numbers a window stores per slot: inputs, keys, values and decays."""
+        values = self.value_heads * (self.value_width + 1)
+        return self.num_layers * (self.channels + self.key_heads * self.key_width + values)
+
+    def num_weights(self, hidden_size: int) -> int:
+        """Return the number of parameters in all layers' products, at a model width."""
+        inner = self.value_heads * self.value_width
+        outputs = self.channels + inner + self.num_rates * self.value_heads
+        return self.num_layers * hidden_size * (outputs + inner)
+
+    def moved_bytes(self) -> int:
+        """Return the bytes of states that a pass moves per row, whatever it drafts.
+
+        They are read for the pass, and read and written when its tokens are committed.
+        """
+        return _STATE_MOVES * _STATE_BYTES * self.state_elements()
+
+    def flops(self) -> int:
+        """Return the operations per token on the matrices: what a query reads, and the update."""
+        return 4 * self.num_layers * self.value_heads * self.key_width * self.value_width
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelShape:
     """The sizes of a decoder with gated MLPs or experts, RMS norms, and no biases.
 
-    `num_windowed` layers attend to the last `window` tokens only. `mtp_module` marks the shape of a
+    `num_windowed` layers attend to the last `window` tokens only; of the `num_layers` those of
+    `recurrent` have no attention. `mtp_module` marks the shape of a
     multi-token prediction module, which projects two vectors to one and shares the embedding and
     head of another model.
     """
@@ -86,6 +145,7 @@ class ModelShape:
     vocab_size: int
     tie_word_embeddings: bool = False
     experts: ExpertShape | None = None
+    recurrent: RecurrentShape | None = None
     window: int | None = None
     num_windowed: int = 0
     mtp_module: bool = False
@@ -98,9 +158,17 @@ class ModelShape:
                 f"num_kv_heads = {self.num_kv_heads}: give a divisor of num_heads"
                 f" = {self.num_heads}"
             )
-        if not 0 <= self.num_windowed <= self.num_layers:
+        if not isinstance(self.recurrent, RecurrentShape | None):
+            raise InputError(f"recurrent = {shown(self.recurrent)}: give a RecurrentShape, or None")
+        if self.num_attention < 1:
             raise InputError(
-                f"num_windowed = {self.num_windowed}: give 0 to num_layers = {self.num_layers}"
+                f"recurrent: {self.recurrent.num_layers} layers; give fewer than num_layers"
+                f" = {self.num_layers}"
+            )
+        if not 0 <= self.num_windowed <= self.num_attention:
+            raise InputError(
+                f"num_windowed = {self.num_windowed}: give 0 to the {self.num_attention} layers"
+                " with attention"
             )
         if (self.window is not None) != (self.num_windowed > 0):
             raise InputError(
@@ -111,11 +179,22 @@ class ModelShape:
         if not isinstance(self.experts, ExpertShape | None):
             raise InputError(f"experts = {shown(self.experts)}: give an ExpertShape, or None")
 
+    @property
+    def num_attention(self) -> int:
+        """The number of layers with attention."""
+        return self.num_layers - (self.recurrent.num_layers if self.recurrent else 0)
+
     def mtp(self) -> ModelShape:
         """Return the shape of a multi-token prediction module with a layer like the last one."""
         experts = self.experts and dataclasses.replace(self.experts, num_dense=0)
         return dataclasses.replace(
-            self, num_layers=1, experts=experts, window=None, num_windowed=0, mtp_module=True
+            self,
+            num_layers=1,
+            experts=experts,
+            recurrent=None,
+            window=None,
+            num_windowed=0,
+            mtp_module=True,
         )
 
     def num_params(self) -> int:
@@ -147,15 +226,18 @@ class ModelShape:
         return int(self._weights(used)) + self.vocab_size * self.hidden_size
 
     def kv_elements(self) -> int:
-        """Return how many numbers the cache stores per token: keys and values, 2 L G C in all."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+        """Return how many numbers the cache stores per token: keys and values, 2 L G C in all.
+
+        L counts the layers with attention.
+        """
+        return 2 * self.num_attention * self.num_kv_heads * self.head_dim
 
     def seen_tokens(self, context: Real) -> Result:
-        """Return how many of `context` tokens a layer attends to, averaged over layers."""
+        """Return how many of `context` tokens a layer with attention attends to, on average."""
         context = np.asarray(context, np.float64)
         if self.window is None:
             return unwrap(context)
-        share = self.num_windowed / self.num_layers
+        share = self.num_windowed / self.num_attention
         return unwrap((1 - share) * context + share * np.minimum(context, self.window))
 
     def _norms(self) -> int:
@@ -173,7 +255,9 @@ class ModelShape:
         """
         attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
         dense = self.num_layers
-        weights = self.num_layers * attention
+        weights = self.num_attention * attention
+        if self.recurrent is not None:
+            weights += self.recurrent.num_weights(self.hidden_size)
         if self.experts is not None:
             dense = min(self.experts.num_dense, self.num_layers)
             mlp_width = used_experts * self.experts.intermediate_size + self.experts.shared_size
@@ -258,13 +342,16 @@ def memory(
     logit_itemsize = checked_count("logit_itemsize", logit_itemsize, 1)
     target_slot = batch * target.kv_elements() * cache_itemsize
     draft_slot = batch * draft.kv_elements() * cache_itemsize if draft else 0
-    window = num_nodes + 1
+    window, of_states, of_slots = num_nodes + 1, 0, 0
+    if (recurrent := target.recurrent) is not None:
+        of_states = batch * recurrent.state_elements() * _STATE_BYTES
+        of_slots = batch * recurrent.slot_elements() * _STATE_BYTES
     return Memory(
         target_weights=_whole_bytes(target.num_params(), bits),
         draft_weights=_whole_bytes(draft.num_params(), draft_bits) if draft else 0,
-        target_cache=capacity * target_slot,
+        target_cache=capacity * target_slot + of_states,
         draft_cache=capacity * draft_slot,
-        windows=window * (target_slot + draft_slot),
+        windows=window * (target_slot + draft_slot + of_slots),
         logits=batch * (window + num_distributions) * target.vocab_size * logit_itemsize,
     )
 
@@ -352,8 +439,9 @@ def pass_seconds(
 
     It is max(bytes / bandwidth, FLOPs / peak), assuming perfect overlap (Williams et al. 2009,
     "Roofline"). Bytes: all weights once, but only the experts used; keys and values of `context`
-    tokens per row, or of the window in windowed layers; new keys and values. FLOPs: 2 per matmul
-    weight and token, and 4 L H C per attended token, with causal attention among new tokens.
+    tokens per row, or of the window in windowed layers; new keys and values; the states of
+    recurrent layers (`RecurrentShape.moved_bytes`). FLOPs: 2 per matmul weight and token, 4 L H C
+    per attended token, with causal attention among new tokens, and those of recurrent layers.
     `itemsize` is that of weights and cache, in bytes; `weight_bits`, the mean bits per weight
     (`stored_bits`), overrides it for weights. Products are computed in bf16 whatever the bits.
     """
@@ -373,9 +461,12 @@ def pass_seconds(
     seen_tokens = np.asarray(shape.seen_tokens(context))
     cache_bytes = batch * shape.kv_elements() * (seen_tokens + tokens) * itemsize
     pairs = tokens * (seen_tokens + (tokens + 1.0) / 2.0)
-    per_pair = 4 * shape.num_layers * shape.num_heads * shape.head_dim
+    per_pair = 4 * shape.num_attention * shape.num_heads * shape.head_dim
     flops = batch * (2.0 * tokens * shape.num_matmul_params() + pairs * per_pair)
     moved_bytes = read_bytes + cache_bytes
+    if shape.recurrent is not None:
+        moved_bytes = moved_bytes + batch * shape.recurrent.moved_bytes()
+        flops = flops + batch * tokens * shape.recurrent.flops()
     return unwrap(np.maximum(moved_bytes / chip.bandwidth, flops / chip.flops))
 
 

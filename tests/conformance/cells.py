@@ -6,12 +6,20 @@ So a cell is one compiled program, whatever is checked.
 
 import dataclasses
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from conformance.methods import LENGTH, METHODS, VARIANTS, VOCAB, drafter, takes, target
+from conformance.methods import (
+    LENGTH,
+    METHODS,
+    VARIANTS,
+    VOCAB,
+    drafter,
+    per_target,
+    takes,
+    target,
+)
 from conftest import slow
 
 from specjax.core.drafter import Sampling
@@ -43,14 +51,16 @@ PROMPT = (1, 2, 0, 1, 2)
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """A method, a topology and a rule."""
+    """A method, a topology and a rule, on a target with some kind of layers."""
 
     method: str
     topology: str
     rule: str
+    layers: str = "attention"
 
     def __str__(self):
-        return f"{self.method}-{self.topology}-{self.rule}"
+        others = "" if self.layers == "attention" else f"-{self.layers}"
+        return f"{self.method}-{self.topology}-{self.rule}{others}"
 
     @property
     def drafter(self):
@@ -64,31 +74,43 @@ class Cell:
 USUAL = {"chain": ("block",), "static": ("block",), "dynamic": ("coupled",)}
 """The rules of each topology in the default suite; `--slow` has all cells."""
 OTHERS = (
-    ("draft_model", "chain", "coupled"),
-    ("suffix", "dynamic", "block"),
-    ("eagle3", "dynamic", "rejection"),
+    Cell("draft_model", "chain", "coupled"),
+    Cell("suffix", "dynamic", "block"),
+    Cell("eagle3", "dynamic", "rejection"),
+    Cell("draft_model", "static", "block", "delta"),
+    Cell("eagle3", "dynamic", "coupled", "delta"),
+    Cell("layer_skip", "chain", "rejection", "delta"),
+    Cell("medusa", "merged", "rejection", "mamba2"),
+    Cell("early_exit", "static", "coupled", "mamba2"),
 )
 """Cells that it has, too; all chains under `coupled` are in test_slots_and_pages."""
-USUAL_PAIRS = {"merged": ("suffix", "draft_model", "eagle3"), "turns": ("corpus", "medusa", "mtp")}
+USUAL_PAIRS = {
+    "merged": ("suffix", "draft_model", "eagle3", "lookahead"),
+    "turns": ("corpus", "medusa", "mtp"),
+}
 """The methods that the default suite has beside a lookup, under `rejection`."""
+
+USUAL_VARIANTS = "itself", "random", "draft_model_few_keys", "eagle3_few_keys"
 
 
 def is_usual(cell):
     """Return whether the default suite has a cell."""
+    if cell in OTHERS or cell.layers != "attention":
+        return cell in OTHERS
     if cell.method in VARIANTS:
-        return cell.method in ("itself", "random") and cell.rule == "block"
-    if dataclasses.astuple(cell) in OTHERS:
-        return True
+        return cell.method in USUAL_VARIANTS and cell.rule == "block"
     if cell.topology in USUAL_PAIRS:
         return cell.rule == "rejection" and cell.method in USUAL_PAIRS[cell.topology]
     return cell.rule in USUAL[cell.topology]
 
 
-def cells(topology):
+def cells(topology, layers=("attention",)):
     """Return the cells of a topology under each rule, as parameters of tests."""
     methods = [name for name in METHODS if name != "none" and takes(name, topology)]
     methods += [*VARIANTS] * (topology == "chain")
-    every = [Cell(name, topology, rule) for name in methods for rule in RULES]
+    every = [
+        Cell(name, topology, rule, kind) for kind in layers for name in methods for rule in RULES
+    ]
     usual = [cell for cell in every if is_usual(cell)]
     return [*usual, *slow(*(cell for cell in every if cell not in usual))]
 
@@ -137,7 +159,7 @@ def copied(state):
     return jax.tree.map(jnp.copy, state)
 
 
-@functools.cache
+@per_target
 def plain():
     """Return plain decoding."""
     return Program.of(take_turns(NoDrafter()), RULES["coupled"])
@@ -176,7 +198,7 @@ def arguments(prompts, warps, max_length, stops, index):
     return jnp.asarray(tokens), rows, length, jnp.full(ROWS, RUNNING, jnp.int32)
 
 
-@functools.cache
+@per_target
 def expected():
     """Return arguments of rows of all kinds, and the output of each by plain decoding.
 
@@ -227,7 +249,7 @@ def taken(arguments, order, present):
     return tokens, rows, length, jnp.where(present, status, STOPPED)
 
 
-@functools.cache
+@per_target
 def distribution():
     """Return the probability of each three tokens, the K-th to the (K+2)-th after the prompt."""
     model, one = target(), SamplingParams(temperature=1.0)
@@ -246,8 +268,11 @@ def counted(program, rows):
     """Return the counts of each three tokens in about `rows` rows, and the mean accepted length."""
     end = len(PROMPT) + LENGTH + 2
     found, accepted = np.zeros(VOCAB**3, np.int64), []
-    for first in itertools.takewhile(lambda one: one < rows, itertools.count(0, ROWS)):
-        state, counts = program.run(program.start(of_one_prompt(first)), LENGTH + 2)
+    read = program.start(of_one_prompt(0))
+    for first in range(0, rows, ROWS):
+        # The prompt is the same, and what is drawn depends on a row's key and index alone.
+        _, own, *_ = of_one_prompt(first)
+        state, counts = program.run(read.replace(rows=own), LENGTH + 2)
         outputs = np.asarray(state.tokens)[:, end - 3 : end]
         code = np.ravel_multi_index(tuple(outputs.T), (VOCAB,) * 3)
         found += np.bincount(code, minlength=VOCAB**3)

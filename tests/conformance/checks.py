@@ -7,6 +7,7 @@ import conftest
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from conformance.cells import (
     CAPACITY,
     ROWS,
@@ -20,7 +21,8 @@ from conformance.cells import (
     restarted,
     taken,
 )
-from conformance.methods import LENGTH
+from conformance.methods import LENGTH, target_with
+from conformance.passes import assert_remembered
 
 from specjax.core.state import FULL, STOPPED
 from specjax.sampling import RULES
@@ -28,6 +30,7 @@ from specjax.sampling import RULES
 COUNTS = ("drafted", "accepted", "emitted")
 FEW, MANY = 8_000, 24_000
 SOME_ROUNDS = 4
+ALWAYS_RIGHT = "itself", "early_exit_all_layers"
 
 
 def assert_outputs(state, counts, rule):
@@ -54,7 +57,13 @@ def cache_distance(cache, wanted):
     """Return the largest difference of two caches in the tokens that the first one holds."""
     held = (jnp.arange(cache.capacity)[None, :] < cache.length[:, None])[None, :, None, :, None]
     pairs = (cache.k, wanted.k), (cache.v, wanted.v)
-    return jnp.stack([jnp.where(held, jnp.abs(one - other), 0).max() for one, other in pairs]).max()
+    found = [jnp.where(held, jnp.abs(one - other), 0).max() for one, other in pairs]
+    # Rows whose cache is empty have read nothing.
+    some = (cache.length > 0)[None, :]
+    for one, other in zip(*map(jax.tree.leaves, (cache.recurrent, wanted.recurrent)), strict=True):
+        read = some.reshape(*some.shape, *(1 for _ in one.shape[2:]))
+        found.append(jnp.where(read, jnp.abs(one - other), 0).max())
+    return jnp.stack(found).max()
 
 
 def assert_cache(state):
@@ -75,6 +84,12 @@ class Conformance:
     """The checks of the cells in a subclass's `cells`."""
 
     cells: tuple[Cell, ...] = ()
+
+    @pytest.fixture(autouse=True)
+    def _target(self, cell):
+        with target_with(cell.layers):
+            yield
+
     only: ClassVar = {"test_distribution": ("rejection", "block")}
     """The rules of a check that does not run under all: here those that draw anew each round."""
 
@@ -83,7 +98,7 @@ class Conformance:
         assert_outputs(state, counts, cell.rule)
         ran = counts.emitted > 0
         last = ran.sum(axis=1) - 1
-        if cell.method == "itself" and RULES[cell.rule].exact:
+        if cell.method in ALWAYS_RIGHT and RULES[cell.rule].exact:
             # A row's last draft may be longer than what it has room for.
             before = ran & (np.arange(ran.shape[1])[None, :] < last[:, None])
             assert (counts.accepted == counts.drafted)[before].all()
@@ -98,8 +113,11 @@ class Conformance:
         """After each of some rounds; rows that are put back there end as if they had stayed."""
         state, last, counts = decoded(cell)
         for _ in range(SOME_ROUNDS):
-            state, _ = cell.program.run(state, 1)
+            before = state
+            state, _ = cell.program.run(before, 1)
             assert_cache(state)
+            if remembers_drafts(cell.drafter):
+                assert_remembered(cell.program, before, state)
         again, later = cell.program.run(restarted(cell.program, state))
         if not remembers_drafts(cell.drafter):
             assert outputs_of(again) == outputs_of(last)

@@ -1,5 +1,7 @@
 """A drafter of every method, for one tiny target, in every topology that the method takes."""
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 
@@ -27,6 +29,7 @@ from specjax.methods.draft_model.drafter import DraftModel
 from specjax.methods.ngram import Ngram
 from specjax.methods.quantized import Quantized
 from specjax.methods.registry import METHODS
+from specjax.models.config import Recurrence
 
 VOCAB = 8
 LENGTH = 2
@@ -39,23 +42,50 @@ TREES = {
     "dynamic": TreeOptions(kind="dynamic", topk=2, depth=LENGTH, num_nodes=4),
 }
 TOPOLOGIES = (*TREES, "merged", "turns")
-"""Of a drafter alone; beside a lookup in one tree; after a lookup."""
+"""Of a drafter alone; beside a lookup in one tree; after a lookup, a static one if it can be."""
 LOOKUP = Ngram(prompt_lookup_min=1, num_matches=1)
 SOME = np.arange(7, dtype=np.int32)
+FEW_KEYS = dict(sliding_window=3, sinks=1)
 DFLASH2 = dict(conv_kernel_size=2, conv_group_size=8, selector_rank=3, selector_top_k=5)
 RECORDED = 50_000
 """The number of rows for which `simulated` has tokens."""
 
 
-@functools.cache
+DELTA = Recurrence("delta", key_heads=1, value_heads=4, key_width=8, value_width=8)
+MAMBA2 = Recurrence("mamba2", key_heads=1, value_heads=4, key_width=8, value_width=8)
+LAYERS = {
+    "attention": {},
+    "delta": dict(recurrence=DELTA, mixers=("recurrent", "attention"), family="qwen3_5_text"),
+    "mamba2": dict(recurrence=MAMBA2, mixers=("recurrent", "attention"), family="bamba"),
+}
+"""The layers of a target: of attention alone, or with recurrent ones between them."""
+_layers = contextvars.ContextVar("layers", default="attention")
+
+
+@contextlib.contextmanager
+def target_with(layers):
+    """Let `target` be one with other layers inside this context."""
+    token = _layers.set(layers)
+    yield
+    _layers.reset(token)
+
+
+def per_target(function):
+    """Return a function that computes its result once for each target and arguments."""
+    cached = functools.cache(lambda layers, *arguments: function(*arguments))
+    return functools.wraps(function)(lambda *arguments: cached(_layers.get(), *arguments))
+
+
+@per_target
 def target():
-    """Return the target of all cells."""
+    """Return the target of all cells with the current layers."""
     shape = dict(hidden_size=32, intermediate_size=32, num_heads=2, num_kv_heads=1, head_dim=16)
-    config = tiny_config(vocab_size=VOCAB, max_positions=64, **shape)
+    layers = LAYERS[_layers.get()]
+    config = tiny_config(vocab_size=VOCAB, max_positions=64, **shape, **layers)
     return random_model(config, 0, dtype="float32")
 
 
-@functools.cache
+@per_target
 def similar():
     """Return the target with noise on its weights."""
     rng = np.random.default_rng(0)
@@ -74,6 +104,10 @@ def named(name, **options):
 def of_head(head, **options):
     """Return a function that makes a drafter of random weights."""
     return lambda **tree: head_drafter(head(target(), **options), target(), **tree)
+
+
+def eagle3(**options):
+    return of_head(eagle_head, vocabulary=7, seed=1)(**options)
 
 
 def draft_model(positions=64, **options):
@@ -115,7 +149,7 @@ MAKERS = {
     "sparse_kv": named("sparse_kv", budget=3, sinks=1),
     "medusa": of_head(medusa_head, heads=2, original_lm_head=False, spread=3.0),
     "eagle": of_head(eagle_head, version=1, spread=0.5),
-    "eagle3": of_head(eagle_head, vocabulary=7, seed=1),
+    "eagle3": eagle3,
     "mtp": of_head(mtp_head, num_modules=2),
     "dflash": of_head(block_head, spread=0.5),
     "dspark": of_head(block_head, spread=0.5, markov_rank=2),
@@ -129,12 +163,22 @@ VARIANTS = {
     "itself": lambda: LoadedDrafter(DraftModel(target().architecture), target().params),
     "shifting": lambda: LoadedDrafter(Shifting(VOCAB, step=VOCAB)),
     "random": lambda: random_distribution(VOCAB),
+    "draft_model_few_keys": lambda: draft_model(**FEW_KEYS),
+    "eagle3_few_keys": lambda: eagle3(**FEW_KEYS),
+    "mtp_few_keys": lambda: of_head(mtp_head, num_modules=2)(**FEW_KEYS),
+    "dflash_few_keys": lambda: of_head(block_head, spread=0.5)(**FEW_KEYS),
+    "early_exit_p_min": named("early_exit", exit_layer=1, draft_p_min=0.2),
+    "early_exit_all_layers": named("early_exit", exit_layer=3),
     "draft_model_greedy": lambda: draft_model(draft_sample_method="greedy"),
     "draft_model_short": lambda: draft_model(positions=14),
     "layer_skip_p_min": named("layer_skip", skipped=(1,), draft_p_min=0.3),
     "medusa_projected": of_head(medusa_head, heads=2, projection=True, ids=SOME),
     "eagle_reduced": of_head(eagle_head, version=1, fc_bias=True, vocabulary=7),
     "eagle3_flags": of_head(eagle_head, norm_before_residual=True, norm_output=True, fc_norm=True),
+    "eagle3_borrowed": of_head(eagle_head, vocabulary=7, own_head=False, num_kv_heads=2),
+    "mtp_reduced": of_head(
+        mtp_head, num_modules=2, vocabulary=7, concat="hidden_first", zero_first_embedding=True
+    ),
     "mtp_raw": of_head(mtp_head, num_modules=3, hidden="pre_norm", recursion="raw"),
     "dflash2": of_head(block_head, spread=0.5, **DFLASH2),
 }
@@ -158,12 +202,13 @@ def takes(name, topology):
     return "tree" in drafter_options(name) and (name, topology) not in REFUSED
 
 
-@functools.cache
+@per_target
 def drafter(name, topology):
     """Return the drafter of a method in a topology, as one that takes turns."""
     if topology in ("static", "dynamic"):
         return take_turns(MAKERS[name](tree=TREES[topology]))
+    if topology == "turns":
+        tree = {"tree": TREES["static"]} if takes(name, "static") else {}
+        return take_turns(LOOKUP, MAKERS[name](**tree))
     made = (MAKERS | VARIANTS)[name]()
-    if topology == "merged":
-        return take_turns(merge_drafters(made, LOOKUP))
-    return take_turns(LOOKUP, made) if topology == "turns" else take_turns(made)
+    return take_turns(merge_drafters(made, LOOKUP) if topology == "merged" else made)

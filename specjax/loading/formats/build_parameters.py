@@ -203,7 +203,7 @@ class _Slot(NamedTuple):
     ) -> None:
         """Write the slot's rows into `target`, a host array of whole blocks from `first` on.
 
-        `inputs` selects the columns.
+        `inputs` selects the columns; further axes are filled whole.
         """
         for piece in self.pieces(len(target) // self.block, first):
             piece.write(read(piece.location, piece.rows, inputs), target, first)
@@ -331,7 +331,7 @@ def _read_part(slot: _Slot, part: tuple[slice, ...], dtype: Any, read: Read) -> 
     begin, end = first // slot.block, -(-stop // slot.block)
     sizes = [len(range(size)[axis]) for axis, size in zip(part[1:], slot.rows[1:], strict=True)]
     rows = np.empty(((end - begin) * slot.block, *sizes), dtype)
-    slot.fill(rows, read, begin, *part[1:])
+    slot.fill(rows, read, begin, *part[1:2])
     return rows[first - begin * slot.block : stop - begin * slot.block]
 
 

@@ -36,16 +36,23 @@ class MtpLayout:
     """The tensor names of a family's multi-token prediction modules.
 
     `prefix` begins the names of a module's tensors; it contains `{module}`, or `{layer}` if modules
-    are numbered after the decoder's layers. `names` maps names in the tree to names in files for
-    the norms and the projection; the layer's tensors are named as in the decoder. `copies` are
-    optional tensors that repeat tensors of the decoder. `concat` is the order of the projection's
-    inputs.
+    are numbered after the decoder's layers, or neither if there is at most one module. `names` maps
+    names in the tree to names in files for the norms and the projection; the layer's tensors are
+    named as in the decoder, after `layer`. `copies` are optional tensors that repeat tensors of the
+    decoder. `concat` is the order of the projection's inputs, and `zero_first_embedding` says
+    whether the embedding of the pair at position 0 is zero. Scales of the norms in `names` exceed
+    the tree's by `norms_added`. With `unannounced`, a file may have a
+    module that its config does not announce.
     """
 
     prefix: str
     names: Mapping[str, str]
     copies: Mapping[str, str] = field(default_factory=dict)
     concat: Concat = "embedding_first"
+    layer: str = ""
+    zero_first_embedding: bool = True
+    norms_added: int = 0
+    unannounced: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,7 +107,10 @@ class Family:
                 known |= part.read(fields, known)
         values: dict[str, Any] = {"vocab_size": vocab_size, "unused_tokens": unused_tokens}
         inner: dict[str, dict[str, Any]] = {}
+        has_recurrence = "recurrent" in known.get("mixers", ())
         for path, value in known.items():
+            if path.startswith("recurrence.") and not has_recurrence:
+                continue
             name, _, field_of_part = path.rpartition(".")
             (inner.setdefault(name, {}) if name else values)[field_of_part] = value
         values |= {name: _PARTS[name](**fields_of_part) for name, fields_of_part in inner.items()}

@@ -122,10 +122,18 @@ def read_params(
 
     def read(location: parameter_names.Location, rows: slice, inputs: slice) -> Any:
         tensor, (path, _) = file.tensors[location.name], location.within(scan_layers)
+        index = tensor_layout.own_rows(location, rows, inputs)
         if path in kept:
             found: Any = _read_blocks(file.raw(tensor), tensor.kind, location, rows)
+        elif location.entry.flat:
+            values = file.values(tensor).reshape(location.stored_shape)[index]
+            if location.entry.decay and not (values < 0).all():
+                raise InputError(
+                    f"{file.path}: the tensor {location.name} must have negative numbers alone; "
+                    "convert the model again"
+                )
+            found = tensor_layout.from_stored(values, location)
         else:
-            index = tensor_layout.own_rows(location, rows, inputs)
             found = tensor_layout.from_stored(file.values(tensor, index), location)
         if rows.stop is None or rows.stop >= location.rows[0]:
             file.release(tensor)

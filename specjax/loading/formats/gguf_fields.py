@@ -67,6 +67,18 @@ class GgufFields(Fields):
         super().__init__(str(file.path), values, "convert the model again", prefix)
         self.file = file
 
+    def by_layer(self, name: str, num_layers: int) -> list[int]:
+        """Return the field `name`, a whole number or a list with one per layer, for each layer.
+
+        Raises InputError for a list of another length.
+        """
+        value = self.get(name)
+        if not isinstance(value, np.ndarray):
+            return [self.integer(name)] * num_layers
+        if value.ndim != 1 or len(value) != num_layers or value.dtype.kind not in "iu":
+            raise self.fail(name, f"must be a list with an entry for each of {num_layers} layers")
+        return value.tolist()
+
     def check_others(self, fixed: Mapping[str, Any]) -> None:
         """Raise InputError for a field that was not read, unless its value has no effect.
 

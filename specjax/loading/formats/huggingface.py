@@ -15,6 +15,7 @@ from specjax.errors import InputError
 from specjax.files import folder_checksums, folders
 from specjax.loading.formats import (
     build_parameters,
+    merged_experts,
     mtp_layers,
     mxfp4,
     parameter_names,
@@ -76,7 +77,8 @@ def read_headers(directory: Path, family: Family) -> dict[str, StoredTensor]:
             f"{directory}: the text part of a model of model_type={part.model_type!r}, without the "
             f"{len(whole) - len(stored)} tensors of its other parts"
         )
-    names = parameter_names.canonical(family.tensors, [tensor.name for tensor in stored])
+    modules = "" if family.mtp is None else family.mtp.prefix + family.mtp.layer
+    names = parameter_names.canonical(family.tensors, [tensor.name for tensor in stored], modules)
     tensors: dict[str, StoredTensor] = {}
     for tensor in stored:
         name = names[tensor.name]
@@ -86,7 +88,7 @@ def read_headers(directory: Path, family: Family) -> dict[str, StoredTensor]:
                 "delete one of them"
             )
         tensors[name] = tensor
-    return tensors
+    return merged_experts.with_each_expert(family.tensors, tensors)
 
 
 def read_params(

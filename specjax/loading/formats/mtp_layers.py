@@ -55,9 +55,15 @@ def stored(
     `count` is the number that the config announces, and `names` are those of the checkpoint's
     tensors. Some tools drop all modules but keep the announcement, which is logged. If only some of
     the tensors are missing, the checkpoint is truncated, and reading it fails later. Raises
-    InputError for tensors of modules that are not announced or that the family lacks; `source`
-    begins the message.
+    InputError for more modules than the family's files have, and for tensors of modules that the
+    family lacks or that are not announced, unless the layout allows that; `source` begins the
+    message.
     """
+    if layout is not None and count > 1 and "{" not in layout.prefix:
+        raise InputError(
+            f"{source}: {count} MTP modules are announced, and those of "
+            f"model_type={config.family!r} have one; use a model with one"
+        )
     starts: tuple[str, ...] = ()
     if layout is not None:
         modules = range(min(count, _MOST_MODULES))
@@ -65,6 +71,8 @@ def stored(
     module_tensors = [
         name for name in sorted(names) if _OF_MODULE.match(name) or name.startswith(starts)
     ]
+    if module_tensors and layout is not None and layout.unannounced:
+        return max(count, 1)
     if module_tensors and (layout is None or not count):
         remedy = (
             f"model_type={config.family!r} does not have; use a checkpoint without it"
@@ -90,8 +98,8 @@ def module_config(config: DecoderConfig, count: int, layout: MtpLayout | None) -
     """Return the config of a checkpoint's `count` modules, or None if there are none.
 
     The modules read the decoder's state after its final norm, and each other's after the module's
-    norm; the embedding of the pair at position 0 is zero, as in vLLM. If the model has experts, so
-    does a module's layer.
+    norm; their other conventions are those of `layout`. If the model has experts, so does a
+    module's layer.
     """
     if not count or layout is None:
         return None
@@ -100,7 +108,7 @@ def module_config(config: DecoderConfig, count: int, layout: MtpLayout | None) -
         draft_vocab_size=config.vocab_size,
         num_modules=count,
         concat=layout.concat,
-        zero_first_embedding=True,
+        zero_first_embedding=layout.zero_first_embedding,
     )
 
 
@@ -123,12 +131,13 @@ def locations(
         root, prefix = (MTP, "modules", str(module)), _prefix(layout, config, module)
         for part, name in layout.names.items():
             path = (*root, part, "kernel" if part == "projection" else "scale")
-            entry = TensorEntry(f"{prefix}.{name}.weight", path)
+            added = 0 if part == "projection" else layout.norms_added
+            entry = TensorEntry(f"{prefix}.{name}.weight", path, added=added)
             in_order += of_entry(entry, known[path], config)
         for entry in entries:
             path = (*root, "layer", *entry.path[1:])
             if path in known:
-                name = prefix + entry.name.partition("{layer}")[2]
+                name = prefix + layout.layer + entry.name.partition("{layer}")[2]
                 in_order += of_entry(entry._replace(name=name, path=path), known[path], config)
     return in_order
 

@@ -8,6 +8,7 @@ combine several of a file's tensors (`models.joined_kernels`).
 from __future__ import annotations
 
 import collections
+import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -40,7 +41,8 @@ class TensorEntry(NamedTuple):
     the row to models whose output head is, or is not, the embedding. `fused` has the names, such as
     "query", of the tree's parts that the file's tensor combines along the outputs, one after the
     other or, if `interleaved`, an output of each in turn. `transposed` marks kernels that are
-    stored [in, out]. Numbers in files are those of the tree plus `added`.
+    stored [in, out]. Numbers in files are those of the tree plus `added`, or with `decay` -exp of
+    them. With `flat` a file's tensor may divide the same numbers among other axes.
     """
 
     name: str
@@ -52,6 +54,8 @@ class TensorEntry(NamedTuple):
     added: int = 0
     merged: bool = False
     interleaved: bool = False
+    decay: bool = False
+    flat: bool = False
 
 
 class Location(NamedTuple):
@@ -211,13 +215,16 @@ def allocate(table: dict[str, Any], dtype: Any) -> dict[str, Any]:
     return jax.tree.map(lambda entry: aligned_zeros(entry.shape, entry.dtype(dtype)), table)
 
 
-def canonical(table: Collection[TensorEntry], names: Collection[str]) -> dict[str, str]:
+def canonical(
+    table: Collection[TensorEntry], names: Collection[str], other: str = ""
+) -> dict[str, str]:
     """Return the name in the table for each name of a checkpoint's tensor.
 
     They may differ in their prefix: some tools omit that of layer names ("model."), or put names of
     wrapping modules before or in place of it ("language_model.model.", "model.language_model.",
     "module."). A norm of the first layer shows which prefix is used; the name of the output head
-    may begin with all or some of the wrapping modules.
+    may begin with all or some of the wrapping modules. If `other` is not empty, the layers whose
+    names begin with it are not the decoder's.
     """
     scales = (entry for entry in table if entry.path[-1] == "scale")
     norm = next(entry.name for entry in scales if entry.path[0] == "layers")
@@ -225,7 +232,9 @@ def canonical(table: Collection[TensorEntry], names: Collection[str]) -> dict[st
     base, dot, rest = norm.replace("{layer}", "0").partition(".")
     base += dot
     prefixes = {
-        name.removesuffix(rest) for name in names if name == rest or name.endswith("." + rest)
+        name.removesuffix(rest)
+        for name in names
+        if name == rest or (name.endswith("." + rest) and not (other and name.startswith(other)))
     }
     prefix = base if base in prefixes or not prefixes else min(prefixes, key=len)
     modules = prefix.split(".")[:-1]
@@ -268,6 +277,8 @@ def match(
         want, have = wanted[name].stored_shape, found[name]
         padded = wanted[name].entry.path[0] in ("embed", "head") and len(have) == 2
         if padded and have[1] == want[1] and have[0] > want[0]:
+            shapes[name] = want
+        if wanted[name].entry.flat and math.prod(have) == math.prod(want):
             shapes[name] = want
     stored_shapes = {name: location.stored_shape for name, location in wanted.items()}
     problems = differences(shapes, stored_shapes, ignored)

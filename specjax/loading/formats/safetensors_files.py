@@ -38,7 +38,8 @@ Shards = Mapping[Path, list[str] | None]
 class StoredTensor(NamedTuple):
     """A tensor in a file: the file, the tensor's name in it, its shape, and its type.
 
-    If it has `parts`, these are in files, and it is computed from them (`mxfp4`).
+    If it has `parts`, these are in files, and it is computed from them (`mxfp4`). With `within`, an
+    index on the first axis and a range of the second, it is that part of the tensor in the file.
     """
 
     path: Path
@@ -46,6 +47,7 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     parts: tuple[StoredTensor, ...] = ()
+    within: tuple[int, range] | None = None
 
 
 def refuse_pickle(path: Path) -> InputError:
@@ -118,6 +120,12 @@ def tensor_reader() -> Callable[..., np.ndarray]:
 
     def read(tensor: StoredTensor, index: tuple[int | slice, ...] = ()) -> np.ndarray:
         nonlocal bytes_read
+        if tensor.within is not None:
+            first, rows = tensor.within
+            some, *inputs = index or (slice(None),)
+            assert isinstance(some, slice)
+            some_rows = rows[some]
+            index = (first, slice(some_rows.start, some_rows.stop), *inputs)
         with lock:
             if bytes_read > _MAPPED_BYTES:
                 # A file that another thread is reading is closed after that.

@@ -58,6 +58,8 @@ def from_stored(stored: Shaped[np.ndarray, "..."], location: Location) -> Shaped
     entry, stored = location.entry, _as_rows(stored, location)
     if entry.paired:
         stored = unpaired(stored, location)
+    if entry.decay:
+        return np.log(-stored)
     return stored - np.asarray(entry.added, stored.dtype) if entry.added else stored
 
 
@@ -71,6 +73,8 @@ def to_stored(leaf: Shaped[np.ndarray, "..."], location: Location) -> Shaped[np.
     stored = rows.reshape(location.rows)
     if entry.paired:
         stored = _pair(stored, location)
+    if entry.decay:
+        stored = -np.exp(stored)
     if entry.added:
         stored = stored + np.asarray(entry.added, stored.dtype)
     return stored

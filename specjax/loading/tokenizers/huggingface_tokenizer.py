@@ -21,15 +21,19 @@ _AGAIN = "download it again, or update the package tokenizers if another version
 _ROWS = "embedding_rows"
 """The field of tokenizer_config.json in which specjax stores `Tokenizer.rows`."""
 
+INFINITY = {"__float__": "Infinity"}
+"""The form of an infinite number in a JSON file that transformers 5 writes."""
+
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file, or an empty dict if there is no such file.
 
+    Infinity, which transformers 4 writes, is read as transformers 5 writes it, as `INFINITY`.
     Raises InputError for a file that is not a JSON object.
     """
     if not path.exists():
         return {}
-    value = json_files.read_json_file(path, "download it again")
+    value = json_files.read_json_file(path, "download it again", infinity=INFINITY)
     if not isinstance(value, dict):
         raise InputError(f"{path}: must hold a JSON object; download it again")
     return value

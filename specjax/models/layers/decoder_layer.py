@@ -305,6 +305,8 @@ class DecoderLayer:
         assert config is not None
         flat = h.reshape(-1, h.shape[-1])
         routes = experts.route(flat, mlp["router"], config)
+        if config.shared_gate:
+            routes = routes._replace(shared=experts.weigh_shared(flat, mlp["shared_gate"]))
         mix = functools.partial(
             experts.mix,
             gated=self.gated(config.intermediate_size),

@@ -27,10 +27,14 @@ Gated = Callable[[Float[Array, "*N F2"]], Float[Array, "*N F"]]
 
 
 class Routes(NamedTuple):
-    """The K experts that each of N tokens uses, and the weights of their outputs in float32."""
+    """The K experts that each of N tokens uses, and the weights of their outputs in float32.
+
+    `shared` is the weight of the shared MLP, or None for 1.
+    """
 
     experts: Int[Array, "N K"]
     weights: Float[Array, "N K"]
+    shared: Float[Array, "N 1"] | None = None
 
 
 class StackedExperts(NamedTuple):
@@ -92,6 +96,11 @@ def route(h: Float[Array, "N D"], router: dict[str, Any], config: Experts) -> Ro
     return Routes(experts, weights * config.scale)
 
 
+def weigh_shared(h: Float[Array, "N D"], gate: Float[Array, "1 D"]) -> Float[Array, "N 1"]:
+    """Return the weight of the shared MLP for each of N tokens, given its gate."""
+    return jax.nn.sigmoid(product("nd,de->ne", h, gate.T, out=jnp.float32))
+
+
 def _best_groups(choice: Float[Array, "N E"], config: Experts) -> Float[Array, "N E"]:
     """Return the scores, with -inf for experts outside each token's best groups."""
     grouped = choice.reshape(len(choice), config.groups, -1)
@@ -112,7 +121,7 @@ def mix(
     grouped: bool = False,
     shared: dict[str, Any] | None = None,
 ) -> Float[Array, "N D"]:
-    """Return the weighted sum of each token's experts, plus the `shared` MLP if any, in float32.
+    """Return the weighted sum of each token's experts and of the `shared` MLP if any, in float32.
 
     `routes` are the experts of each token of `h`, and `stacked` has their kernels; biases of the
     down projection are not added (`mixed_biases`). `gated` and
@@ -133,7 +142,8 @@ def mix(
     assert gated_shared is not None
     times = functools.partial(product, "nd,df->nf", multiply=multiply)
     hidden = gated_shared(times(h, shared["gate_up"]["kernel"]))
-    return total + times(hidden, shared["down"]["kernel"], out=jnp.float32)
+    of_shared = times(hidden, shared["down"]["kernel"], out=jnp.float32)
+    return total + (of_shared if routes.shared is None else of_shared * routes.shared)
 
 
 def _sum(

@@ -68,7 +68,8 @@ def mix_on_mesh(
         total = mix(h, routes, StackedExperts(gate_up, down, layer, bias), shared=shared)
         return lax.psum(total, MODEL) if shards > 1 else total
 
-    specs = (rows, Routes(rows, rows), PartitionSpec(), *down, *up, *of_bias, *of_shared)
+    of_routes = Routes(rows, rows, None if routes.shared is None else rows)
+    specs = (rows, of_routes, PartitionSpec(), *down, *up, *of_bias, *of_shared)
     total = jax.shard_map(on_device, in_specs=specs, out_specs=rows, check_vma=False)(
         h, routes, jnp.asarray(stacked.layer), *kernels
     )

@@ -312,8 +312,10 @@ def _attend_block(
     from_state = _grouped(jnp.exp(until[:, :, 0]), groups)[..., None]
     # Queries, and keys where they read too, share one pass over the state and the slots.
     readers = query if share is None else jnp.concatenate([query, key], axis=1)
-    state = matrix.reshape(batch, *groups, *matrix.shape[2:])
-    of_state = jnp.einsum("btgn,bgrnp->btgrp", readers, state, precision="highest")
+    # By heads, so that the state is read as it is laid out.
+    of_heads = jnp.repeat(readers, groups[1], axis=2)
+    of_state = jnp.einsum("bthn,bhnp->bthp", of_heads, matrix, precision="highest")
+    of_state = _grouped(of_state, groups, 1)
     of_slots = jnp.einsum("btgn,bwgn->btwg", readers, window.keys[0], precision="highest")
     if share is not None:
         shares = _grouped(share, groups)

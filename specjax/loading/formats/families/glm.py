@@ -82,6 +82,17 @@ MTP = MtpLayout(
     copies={"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"},
 )
 
+GGUF_MTP = MtpLayout(
+    prefix="blk.{layer}",
+    names={
+        "embedding_norm": "nextn.enorm",
+        "hidden_norm": "nextn.hnorm",
+        "projection": "nextn.eh_proj",
+        "final_norm": "nextn.shared_head_norm",
+    },
+    copies={"nextn.embed_tokens": "token_embd", "nextn.shared_head_head": "output"},
+)
+
 GLM4_MOE = Family(
     model_type="glm4_moe",
     architecture="Glm4MoeForCausalLM",
@@ -118,16 +129,7 @@ GLM4_MOE = Family(
         table("gguf", {"mlp_norm": "post_attention_norm"}),
         fixed={"expert_gating_func": 2},
         experts=True,
-        mtp=MtpLayout(
-            prefix="blk.{layer}",
-            names={
-                "embedding_norm": "nextn.enorm",
-                "hidden_norm": "nextn.hnorm",
-                "projection": "nextn.eh_proj",
-                "final_norm": "nextn.shared_head_norm",
-            },
-            copies={"nextn.embed_tokens": "token_embd", "nextn.shared_head_head": "output"},
-        ),
+        mtp=GGUF_MTP,
     ),
     mtp=MTP,
 )

@@ -8,7 +8,8 @@ from specjax.loading.formats.families.tensor_names import table
 from specjax.loading.formats.family import Family, GgufLayout
 
 
-def _usual_scale(known: Values) -> float:
+def usual_scale(known: Values) -> float:
+    """Return 1/sqrt(C), given the values that earlier parts have read."""
     return known["head_dim"] ** -0.5
 
 
@@ -22,7 +23,7 @@ GRANITE = Family(
         schema.MLP_BIAS,
         schema.number("embedding.scale", "embedding_multiplier", "embedding_scale", 1.0, 1.0),
         schema.number(
-            "attention.query_scale", "attention_multiplier", "attention.scale", 1.0, _usual_scale
+            "attention.query_scale", "attention_multiplier", "attention.scale", 1.0, usual_scale
         ),
         schema.number("residual_scale", "residual_multiplier", "residual_scale", 1.0, 1.0),
         schema.number("logit_divisor", "logits_scaling", "logit_scale", 1.0, 1.0),

@@ -7,7 +7,8 @@ from typing import Any
 from specjax.loading.formats.families import recurrent, schema
 from specjax.loading.formats.families.schema import Part, Values
 from specjax.loading.formats.families.tensor_names import table
-from specjax.loading.formats.family import Family
+from specjax.loading.formats.family import Family, GgufLayout
+from specjax.loading.formats.gguf_fields import GgufFields
 from specjax.loading.typed_fields import Fields
 from specjax.models.config import DecoderConfig
 
@@ -34,6 +35,14 @@ def _read_tied(fields: Fields, known: Values) -> Values:
     return {"tie_word_embeddings": fields.flag("tie_embedding", tied)}
 
 
+def _read_gguf_tied(fields: GgufFields, known: Values) -> Values:
+    return {"tie_word_embeddings": "output.weight" not in fields.file.tensors}
+
+
+def _read_gguf_width(fields: GgufFields, known: Values) -> Values:
+    return {"intermediate_size": fields.integer("feed_forward_length")}
+
+
 def _write_tied(config: DecoderConfig) -> dict[str, Any]:
     return {"tie_word_embeddings": config.tie_word_embeddings}
 
@@ -45,35 +54,59 @@ def _default_layers(fields: Fields, num_layers: int) -> list[bool]:
     return [layer not in attention for layer in schema.layers(num_layers)]
 
 
-def _check_channels(fields: Fields, known: Values) -> Values:
-    for name in ("conv_dim", "conv_dim_out"):
+def _check_sizes(fields: Fields, known: Values) -> Values:
+    """Raise InputError for widths that differ from the model's, and for another rotary base."""
+    for name in ("block_dim", "conv_dim", "conv_dim_out"):
         fields.only(name, known["hidden_size"])
+    fields.only("num_heads", known["num_heads"])
+    fields.only("theta", known["rope_theta"])
     return {}
 
+
+_NOT_READ = (
+    *("intermediate_size", "full_attn_idxs", "block_norm_eps"),
+    *("block_mlp_init_scale", "block_out_init_scale"),
+    *("block_use_xavier_init", "conv_use_xavier_init"),
+)
+"""Fields that say how the model was initialised, or of no effect where another states the same."""
+
+
+def _check_head(fields: GgufFields, known: Values) -> Values:
+    fields.only("attention.key_length", known["head_dim"])
+    return {}
+
+
+def _has_bias(fields: GgufFields) -> bool:
+    return any(name.endswith(".shortconv.conv.bias") for name in fields.file.tensors)
+
+
+_EPSILON = "attention.layer_norm_rms_epsilon"
 
 LFM2 = Family(
     model_type="lfm2",
     architecture="Lfm2ForCausalLM",
     parts=(
-        schema.integer("hidden_size", "hidden_size"),
-        Part(_read_width, _write_width),
-        schema.integer("num_layers", "num_hidden_layers"),
-        schema.integer("num_heads", "num_attention_heads"),
-        schema.integer("num_kv_heads", "num_key_value_heads", default=schema.heads),
+        schema.integer("hidden_size", "hidden_size", "embedding_length"),
+        Part(_read_width, _write_width, _read_gguf_width),
+        schema.integer("num_layers", "num_hidden_layers", "block_count"),
+        schema.integer("num_heads", "num_attention_heads", "attention.head_count"),
+        schema.integer("num_kv_heads", "num_key_value_heads", recurrent.kv_heads, schema.heads),
         schema.computed("head_dim", schema.width_of_head),
-        schema.integer("max_positions", "max_position_embeddings", default=128000),
-        schema.number("rms_norm_eps", ("norm_eps", "block_norm_eps"), default=1e-5),
-        Part(_read_tied, _write_tied),
+        Part(read_gguf=_check_head),
+        schema.integer("max_positions", "max_position_embeddings", "context_length", 128000),
+        schema.number("rms_norm_eps", ("norm_eps", "block_norm_eps"), _EPSILON, 1e-5),
+        Part(_read_tied, _write_tied, _read_gguf_tied),
         schema.rope(theta=1e6),
         schema.fixed({"attention.qk_norm": True, "recurrence.kind": "conv"}),
-        recurrent.layer_types("conv", _default_layers),
-        schema.integer("recurrence.conv_width", "conv_L_cache", default=3),
+        recurrent.layer_types("conv", _default_layers, read_gguf=recurrent.by_kv_heads),
+        schema.integer("recurrence.conv_width", "conv_L_cache", "shortconv.l_cache", 3),
         schema.computed("recurrence.value_width", lambda known: known["hidden_size"]),
-        schema.flag("recurrence.conv_bias", "conv_bias"),
+        schema.flag("recurrence.conv_bias", "conv_bias", _has_bias),
         schema.computed("recurrence.bias", lambda known: known["recurrence.conv_bias"]),
-        Part(_check_channels),
-        schema.unread("conv_use_xavier_init"),
+        Part(_check_sizes),
+        schema.unread(*_NOT_READ),
         schema.constant("use_pos_enc", True),
+        schema.constant("block_use_swiglu", True),
     ),
     tensors=table(
         "huggingface",
@@ -92,5 +125,18 @@ LFM2 = Family(
             "recurrence.taps_bias": "conv.conv.bias",
             "recurrence.output": "conv.out_proj",
         },
+    ),
+    gguf=GgufLayout(
+        "lfm2",
+        table(
+            "gguf",
+            {
+                "final_norm": "token_embd_norm",
+                "recurrence.input": "shortconv.in_proj",
+                "recurrence.taps": "shortconv.conv.weight",
+                "recurrence.taps_bias": "shortconv.conv.bias",
+                "recurrence.output": "shortconv.out_proj",
+            },
+        ),
     ),
 )

@@ -1,17 +1,22 @@
 """Hybrids of Mamba-2 and attention: Granite 4 and Bamba (IBM 2025), Nemotron-H (2504.03624).
 
-Granite has the multipliers of Granite 3, and attention without rotation; Bamba rotates half of each
-head. A layer of Nemotron-H is Mamba-2, attention or an MLP alone.
+Granite has the multipliers of Granite 3, attention without rotation, and some have experts, or
+attention with rotation alone; Bamba rotates half of each head. A layer of Nemotron-H is Mamba-2,
+attention or an MLP alone.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from specjax.loading.formats.families import recurrent, schema
+from specjax.loading.formats.families.granite import usual_scale
 from specjax.loading.formats.families.schema import FULL, Part, Values
 from specjax.loading.formats.families.tensor_names import table
-from specjax.loading.formats.family import Family
+from specjax.loading.formats.family import Family, GgufLayout
+from specjax.loading.formats.gguf_fields import GgufFields
 from specjax.loading.typed_fields import Fields
 from specjax.models.config import DecoderConfig
 
@@ -34,37 +39,109 @@ def _write_positions(config: DecoderConfig) -> dict[str, Any]:
     return {"position_embedding_type": "rope" if config.rotary_width else "nope"}
 
 
+def _read_experts(fields: Fields, known: Values) -> Values:
+    """Return the experts, beside which the MLP is shared; a model without them states 0."""
+    fields.asked |= {"intermediate_size", "num_experts_per_tok"}
+    if not (count := fields.integer("num_local_experts", 8)):
+        return {}
+    return {
+        "experts.num_experts": count,
+        "experts.per_token": fields.integer("num_experts_per_tok", 2),
+        "experts.intermediate_size": fields.count("intermediate_size", 11008),
+        "experts.shared_size": known["intermediate_size"],
+    }
+
+
+def _write_experts(config: DecoderConfig) -> dict[str, Any]:
+    if (experts := config.experts) is None:
+        return {"num_local_experts": 0, "num_experts_per_tok": 0}
+    return {
+        "num_local_experts": experts.num_experts,
+        "num_experts_per_tok": experts.per_token,
+        "intermediate_size": experts.intermediate_size,
+    }
+
+
+_MLPS = {
+    "mlp": "shared_mlp",
+    "mlp.shared": "shared_mlp",
+    "mlp.experts": "block_sparse_moe",
+}
+"""The modules of MLPs; with experts the MLP is the shared one."""
+
+
+def _with_kv_heads(sizes: tuple[Part, ...]) -> tuple[Part, ...]:
+    """Return `schema.sizes` without that of the MLP, with key/value heads stated by layer."""
+    heads = schema.integer("num_kv_heads", "num_key_value_heads", recurrent.kv_heads, schema.heads)
+    return (*sizes[:1], *sizes[2:4], heads, *sizes[5:])
+
+
+_SHARED_WIDTH = "expert_shared_feed_forward_length"
+
+
+def _mlp_width(fields: GgufFields) -> int:
+    """Return the width of the MLP, which beside experts is that of the shared one."""
+    return fields.integer(_SHARED_WIDTH, 0) or fields.integer("feed_forward_length")
+
+
+def _read_gguf_experts(fields: GgufFields, known: Values) -> Values:
+    fields.asked |= {"expert_count", "feed_forward_length"}
+    if not (count := fields.integer("expert_count", 0)):
+        return {}
+    return {
+        "experts.num_experts": count,
+        "experts.per_token": fields.integer("expert_used_count"),
+        "experts.intermediate_size": fields.integer("feed_forward_length"),
+        "experts.shared_size": known["intermediate_size"],
+    }
+
+
+def _read_gguf_positions(fields: GgufFields, known: Values) -> Values:
+    return {"attention.rotary_width": 0}
+
+
 GRANITE_HYBRID = Family(
     model_type="granitemoehybrid",
     architecture="GraniteMoeHybridForCausalLM",
     parts=(
-        schema.integer("intermediate_size", "shared_intermediate_size", default=1024),
-        *schema.sizes()[:1],
-        *schema.sizes()[2:],
+        schema.integer("intermediate_size", "shared_intermediate_size", _mlp_width, 1024),
+        *_with_kv_heads(schema.sizes()),
         schema.rope(),
-        Part(_read_positions, _write_positions),
+        Part(_read_positions, _write_positions, _read_gguf_positions),
         schema.ATTENTION_BIAS,
-        schema.number("embedding.scale", "embedding_multiplier", default=1.0),
-        schema.number("attention.query_scale", "attention_multiplier", default=1.0),
-        schema.number("residual_scale", "residual_multiplier", default=1.0),
-        schema.number("logit_divisor", "logits_scaling", default=1.0),
-        recurrent.layer_types(recurrent.LINEAR, _all_recurrent, _LEGACY),
+        schema.number("embedding.scale", "embedding_multiplier", "embedding_scale", 1.0, 1.0),
+        schema.number(
+            "attention.query_scale", "attention_multiplier", "attention.scale", 1.0, usual_scale
+        ),
+        schema.number("residual_scale", "residual_multiplier", "residual_scale", 1.0, 1.0),
+        schema.number("logit_divisor", "logits_scaling", "logit_scale", 1.0, 1.0),
+        recurrent.layer_types(
+            recurrent.LINEAR, _all_recurrent, _LEGACY, read_gguf=recurrent.by_kv_heads
+        ),
         *recurrent.mamba2(),
-        schema.constant("num_local_experts", 0),
-        schema.unread("intermediate_size", "num_experts_per_tok"),
+        Part(_read_experts, _write_experts, _read_gguf_experts),
         schema.SILU,
+        schema.constant("normalization_function", "rmsnorm"),
     ),
     tensors=table(
         "huggingface",
         {
             **recurrent.MAMBA_NAMES,
-            "mlp.gate": "shared_mlp.input_linear",
-            "mlp.up": "shared_mlp.input_linear",
-            "mlp.down": "shared_mlp.output_linear",
+            **{f"{mlp}.gate": f"{name}.input_linear" for mlp, name in _MLPS.items()},
+            **{f"{mlp}.up": f"{name}.input_linear" for mlp, name in _MLPS.items()},
+            **{f"{mlp}.down": f"{name}.output_linear" for mlp, name in _MLPS.items()},
+            "mlp.router": "block_sparse_moe.router.layer",
         },
-        fused=(("mlp.gate", "mlp.up"),),
+        fused=tuple((f"{mlp}.gate", f"{mlp}.up") for mlp in _MLPS),
     ),
+    # Files of Bamba have True, and rotate.
+    gguf=GgufLayout("granitehybrid", table("gguf"), fixed={"rope.scaling.finetuned": False}),
 )
+
+
+def _check_rotated(fields: Fields, known: Values) -> Values:
+    fields.only("attn_rotary_emb", known["attention.rotary_width"])
+    return {}
 
 
 def _read_attention_layers(fields: Fields, known: Values) -> Values:
@@ -86,6 +163,7 @@ BAMBA = Family(
     parts=(
         *schema.sizes(max_positions=262144, epsilon=1e-5),
         schema.rope(partial=0.5),
+        Part(_check_rotated),
         schema.ATTENTION_BIAS,
         schema.MLP_BIAS,
         Part(_read_attention_layers, _write_attention_layers),
@@ -141,7 +219,14 @@ def _write_blocks(config: DecoderConfig) -> dict[str, Any]:
 
 
 _NOT_READ = (
-    *("expand", "chunk_size", "time_step_min", "time_step_max", "time_step_floor"),
+    *(
+        "expand",
+        "chunk_size",
+        "time_step_min",
+        "time_step_max",
+        "time_step_floor",
+        "time_step_rank",
+    ),
     *("num_logits_to_keep", "use_mamba_kernels", "mamba_ssm_cache_dtype", "residual_in_fp32"),
     *("rescale_prenorm_residual", "n_routed_experts", "n_shared_experts", "moe_intermediate_size"),
     *("moe_shared_expert_intermediate_size", "moe_shared_expert_overlap", "num_experts_per_tok"),
@@ -152,18 +237,52 @@ _NOT_READ = (
 """Fields that say how the model is trained and divided, or belong to layers that it has not."""
 
 
+def _read_gguf_blocks(fields: GgufFields, known: Values) -> Values:
+    """Return the mixers, given the numbers of key/value heads and the widths of MLPs by layer."""
+    count = fields.count("block_count")
+    layers = len(schema.layers(count))
+    heads = fields.by_layer("attention.head_count_kv", layers)
+    widths = fields.by_layer("feed_forward_length", layers)
+    mixers = [
+        "attention" if heads[layer] else "none" if widths[layer] else "recurrent"
+        for layer in range(layers)
+    ]
+    return {
+        "num_layers": count,
+        "mixers": schema.shortest_period(mixers),
+        "mlps": schema.shortest_period([width > 0 for width in widths]),
+    }
+
+
+def _widest(fields: GgufFields) -> int:
+    value = fields.get("feed_forward_length")
+    if isinstance(value, np.ndarray):
+        return int(value.max())
+    return fields.integer("feed_forward_length")
+
+
+def _check_gguf(fields: GgufFields, known: Values) -> Values:
+    """Raise InputError for another epsilon; nothing is rotated, whatever the file says of that."""
+    fields.only("attention.layer_norm_epsilon", known["rms_norm_eps"])
+    fields.asked |= {"rope.dimension_count", "rope.freq_base", "rope.scaling.finetuned"}
+    return {}
+
+
+_KEY_LENGTH, _EPSILON = "attention.key_length", "attention.layer_norm_rms_epsilon"
+
 NEMOTRON_H = Family(
     model_type="nemotron_h",
     architecture="NemotronHForCausalLM",
     parts=(
-        Part(_read_blocks, _write_blocks),
-        schema.integer("hidden_size", "hidden_size"),
-        schema.integer("intermediate_size", "intermediate_size"),
-        schema.integer("num_heads", "num_attention_heads"),
-        schema.integer("num_kv_heads", "num_key_value_heads", default=8),
-        schema.integer("head_dim", ("head_dim", "attention_head_dim"), default=128),
-        schema.integer("max_positions", "max_position_embeddings", default=4096),
-        schema.number("rms_norm_eps", "layer_norm_epsilon", default=1e-5),
+        Part(_read_blocks, _write_blocks, _read_gguf_blocks),
+        schema.integer("hidden_size", "hidden_size", "embedding_length"),
+        schema.integer("intermediate_size", "intermediate_size", _widest),
+        schema.integer("num_heads", "num_attention_heads", "attention.head_count"),
+        schema.integer("num_kv_heads", "num_key_value_heads", recurrent.kv_heads, 8),
+        schema.integer("head_dim", ("head_dim", "attention_head_dim"), _KEY_LENGTH, 128),
+        schema.integer("max_positions", "max_position_embeddings", "context_length", 4096),
+        schema.number("rms_norm_eps", "layer_norm_epsilon", _EPSILON, 1e-5),
+        Part(read_gguf=_check_gguf),
         schema.tied_head(False),
         schema.fixed({"attention.rotary_width": 0, "recurrence.kind": "mamba2"}),
         schema.fixed({"mlp.activation": "relu2", "mlp.gated": False}),
@@ -171,12 +290,12 @@ NEMOTRON_H = Family(
         schema.MLP_BIAS,
         schema.constant("mlp_hidden_act", "relu2"),
         schema.constant("mamba_hidden_act", "silu"),
-        schema.integer("recurrence.conv_width", "conv_kernel", default=4),
-        schema.integer("recurrence.key_heads", "n_groups", default=8),
-        schema.integer("recurrence.value_heads", "mamba_num_heads", default=128),
-        schema.integer("recurrence.value_width", "mamba_head_dim", default=64),
-        schema.integer("recurrence.key_width", "ssm_state_size", default=128),
-        schema.flag("recurrence.conv_bias", "use_conv_bias", default=True),
+        schema.integer("recurrence.conv_width", "conv_kernel", "ssm.conv_kernel", 4),
+        schema.integer("recurrence.key_heads", "n_groups", "ssm.group_count", 8),
+        schema.integer("recurrence.value_heads", "mamba_num_heads", "ssm.time_step_rank", 128),
+        schema.integer("recurrence.value_width", "mamba_head_dim", recurrent.value_width, 64),
+        schema.integer("recurrence.key_width", "ssm_state_size", "ssm.state_size", 128),
+        schema.flag("recurrence.conv_bias", "use_conv_bias", recurrent.has_conv_bias, True),
         schema.flag("recurrence.bias", "mamba_proj_bias", default=False),
         recurrent.step_limits("time_step_limit"),
         schema.constant("use_bias", False),
@@ -201,4 +320,5 @@ NEMOTRON_H = Family(
             "mlp.down": "mixer.down_proj",
         },
     ),
+    gguf=GgufLayout("nemotron_h", table("gguf", {"mlp_norm": "attn_norm"})),
 )

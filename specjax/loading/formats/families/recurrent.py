@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from specjax.loading.formats.families import schema
 from specjax.loading.formats.families.schema import FULL, Part, Values
+from specjax.loading.formats.gguf_fields import GgufFields
+from specjax.loading.tokenizers.huggingface_tokenizer import INFINITY
 from specjax.loading.typed_fields import Fields
-from specjax.models.config import DecoderConfig
+from specjax.models.config import UNLIMITED, DecoderConfig
 
 LINEAR = "linear_attention"
 """The name that transformers 5 uses for recurrent layers with a matrix."""
@@ -30,11 +34,13 @@ def layer_types(
     recurrent: str,
     default: Callable[[Fields, int], list[bool]],
     others: Mapping[str, str] | None = None,
+    read_gguf: Callable[[GgufFields, Values], Values] = schema.nothing,
 ) -> Part:
     """Return a part for the mixer of each layer, which `layer_types` of config.json names.
 
     `recurrent` is the name of recurrent layers, and `others` are further names by the mixer that
     they stand for. Without the field, `default` says of each layer whether it is recurrent.
+    `read_gguf` reads them from a GGUF file.
     """
     mixers = {FULL: "attention", recurrent: "recurrent", **(others or {})}
 
@@ -55,7 +61,45 @@ def layer_types(
         layers = range(config.num_layers)
         return {"layer_types": [FULL if layer in attention else recurrent for layer in layers]}
 
-    return Part(read, write)
+    return Part(read, write, read_gguf)
+
+
+_KV_HEADS = "attention.head_count_kv"
+
+
+def kv_heads(fields: GgufFields) -> int:
+    """Return the number of key/value heads of layers with attention; others are said to have 0."""
+    value = fields.get(_KV_HEADS)
+    return int(value.max()) if isinstance(value, np.ndarray) else fields.integer(_KV_HEADS)
+
+
+def by_kv_heads(fields: GgufFields, known: Values) -> Values:
+    """Return the mixers of a GGUF file: layers without key/value heads are recurrent."""
+    heads = fields.by_layer(_KV_HEADS, len(schema.layers(known["num_layers"])))
+    return {"mixers": _pattern("attention" if count else "recurrent" for count in heads)}
+
+
+def by_interval(period: int) -> Callable[[GgufFields, Values], Values]:
+    """Return a reader of the mixers of a GGUF file, which states the period, or it is `period`."""
+
+    def read(fields: GgufFields, known: Values) -> Values:
+        flags = every(period)(fields, known["num_layers"])
+        return {"mixers": _pattern("recurrent" if flag else "attention" for flag in flags)}
+
+    return read
+
+
+def value_width(fields: GgufFields) -> int:
+    """Return the width of a value head, given the width and the heads that a GGUF file states."""
+    heads, inner = fields.count("ssm.time_step_rank"), fields.count("ssm.inner_size")
+    if inner % heads:
+        raise fields.fail("ssm.inner_size", f"must be a multiple of ssm.time_step_rank={heads}")
+    return inner // heads
+
+
+def has_conv_bias(fields: GgufFields) -> bool:
+    """Return whether the convolutions of Mamba-2 have biases."""
+    return any(name.endswith(".ssm_conv1d.bias") for name in fields.file.tensors)
 
 
 def _pattern(mixers: Any) -> tuple[str, ...]:
@@ -79,11 +123,13 @@ def delta_rule() -> tuple[Part, ...]:
     """Return the parts for the sizes of the gated delta rule, by the names of Qwen3-Next."""
     return (
         schema.fixed({"recurrence.kind": "delta"}),
-        schema.integer("recurrence.conv_width", "linear_conv_kernel_dim", default=4),
-        schema.integer("recurrence.key_heads", "linear_num_key_heads", default=16),
-        schema.integer("recurrence.value_heads", "linear_num_value_heads", default=32),
-        schema.integer("recurrence.key_width", "linear_key_head_dim", default=128),
-        schema.integer("recurrence.value_width", "linear_value_head_dim", default=128),
+        schema.integer("recurrence.conv_width", "linear_conv_kernel_dim", "ssm.conv_kernel", 4),
+        schema.integer("recurrence.key_heads", "linear_num_key_heads", "ssm.group_count", 16),
+        schema.integer(
+            "recurrence.value_heads", "linear_num_value_heads", "ssm.time_step_rank", 32
+        ),
+        schema.integer("recurrence.key_width", "linear_key_head_dim", "ssm.state_size", 128),
+        schema.integer("recurrence.value_width", "linear_value_head_dim", value_width, 128),
     )
 
 
@@ -91,13 +137,13 @@ def mamba2() -> tuple[Part, ...]:
     """Return the parts for the sizes of Mamba-2, by the names of Bamba and Granite 4."""
     return (
         schema.fixed({"recurrence.kind": "mamba2"}),
-        schema.integer("recurrence.conv_width", "mamba_d_conv", default=4),
-        schema.integer("recurrence.key_heads", "mamba_n_groups", default=1),
-        schema.integer("recurrence.value_heads", "mamba_n_heads", default=128),
-        schema.integer("recurrence.key_width", "mamba_d_state", default=256),
-        schema.flag("recurrence.conv_bias", "mamba_conv_bias", default=True),
+        schema.integer("recurrence.conv_width", "mamba_d_conv", "ssm.conv_kernel", 4),
+        schema.integer("recurrence.key_heads", "mamba_n_groups", "ssm.group_count", 1),
+        schema.integer("recurrence.value_heads", "mamba_n_heads", "ssm.time_step_rank", 128),
+        schema.integer("recurrence.key_width", "mamba_d_state", "ssm.state_size", 256),
+        schema.flag("recurrence.conv_bias", "mamba_conv_bias", has_conv_bias, True),
         schema.flag("recurrence.bias", "mamba_proj_bias", default=False),
-        Part(_read_width, _write_width),
+        Part(_read_width, _write_width, _read_gguf_width),
         step_limits("time_step_limit"),
         schema.unread("mamba_chunk_size"),
     )
@@ -105,6 +151,9 @@ def mamba2() -> tuple[Part, ...]:
 
 def _read_width(fields: Fields, known: Values) -> Values:
     """Return the width of a head, which is stated, or results from that of the inner layer."""
+    fields.asked |= {"mamba_expand", "mamba_d_head"}
+    if "recurrent" not in known["mixers"]:
+        return {}
     inner, heads = fields.integer("mamba_expand", 2) * known["hidden_size"], "mamba_n_heads"
     stated, count = fields.get("mamba_d_head"), known["recurrence.value_heads"]
     width = inner // max(count, 1) if stated in (None, "auto") else fields.integer("mamba_d_head")
@@ -113,6 +162,10 @@ def _read_width(fields: Fields, known: Values) -> Values:
             heads, f"times mamba_d_head={width} must be mamba_expand * hidden_size={inner}"
         )
     return {"recurrence.value_width": width}
+
+
+def _read_gguf_width(fields: GgufFields, known: Values) -> Values:
+    return {"recurrence.value_width": value_width(fields)}
 
 
 def _write_width(config: DecoderConfig) -> dict[str, Any]:
@@ -130,21 +183,16 @@ def step_limits(name: str) -> Part:
         if stated is None:
             return {}
         limits = stated if isinstance(stated, list) else []
-        limits = [_UNLIMITED if one == _JSON_INFINITY else one for one in limits]
+        limits = [UNLIMITED if one == INFINITY else one for one in limits]
         if len(limits) != 2 or not all(type(one) in (int, float) for one in limits):
             raise fields.fail(name, "must be two numbers")
         return {"recurrence.step_limits": tuple(map(float, limits))}
 
     def write(config: DecoderConfig) -> dict[str, Any]:
         recurrence = config.recurrence
-        if recurrence is None or recurrence.step_limits == (0.0, _UNLIMITED):
+        if recurrence is None or recurrence.step_limits == (0.0, UNLIMITED):
             return {}
         low, high = recurrence.step_limits
-        return {name: [low, _JSON_INFINITY if high == _UNLIMITED else high]}
+        return {name: [low, INFINITY if high == UNLIMITED else high]}
 
     return Part(read, write)
-
-
-_UNLIMITED = float("inf")
-_JSON_INFINITY = {"__float__": "Infinity"}
-"""Infinity as transformers 5 writes it, since JSON has none."""

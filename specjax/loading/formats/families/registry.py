@@ -15,11 +15,12 @@ from specjax.loading.formats.families.mamba_hybrids import BAMBA, GRANITE_HYBRID
 from specjax.loading.formats.families.olmo import OLMO2, OLMO3
 from specjax.loading.formats.families.phi import PHI3
 from specjax.loading.formats.families.qwen import MIMO, QWEN2, QWEN3, QWEN3_MOE
-from specjax.loading.formats.families.qwen3_next import QWEN3_5
+from specjax.loading.formats.families.qwen3_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from specjax.loading.formats.families.smollm3 import SMOLLM3
 from specjax.loading.formats.families.text_parts import (
     GEMMA3_PART,
     MISTRAL3_PART,
+    QWEN3_5_MOE_PART,
     QWEN3_5_PART,
     TextPart,
 )
@@ -47,7 +48,9 @@ FAMILIES: dict[str, Family] = {
         OLMO3,
         PHI3,
         GRANITE,
+        QWEN3_NEXT,
         QWEN3_5,
+        QWEN3_5_MOE,
         LFM2,
         GRANITE_HYBRID,
         BAMBA,
@@ -58,14 +61,15 @@ FAMILIES: dict[str, Family] = {
     )
 }
 TEXT_PARTS: dict[str, TextPart] = {
-    part.model_type: part for part in (GEMMA3_PART, MISTRAL3_PART, QWEN3_5_PART)
+    part.model_type: part for part in (GEMMA3_PART, MISTRAL3_PART, QWEN3_5_PART, QWEN3_5_MOE_PART)
 }
 """The multimodal models whose text part is read, by `model_type`."""
 _REFUSED = {
     "gemma4": "heads of two widths, and inputs for each layer",
     "gemma4_text": "heads of two widths, and inputs for each layer",
-    "qwen3_next": "linear attention",
     "deepseek_v32": "sparse attention",
+    "falcon_h1": "attention and Mamba-2 side by side in each layer",
+    "olmo_hybrid": "norms before recurrent layers and after those with attention",
     "phi3small": "blocksparse attention",
     "phimoe": "a router that masks experts by their distance",
     "ministral3": "queries scaled by their position",

@@ -55,23 +55,26 @@ _LAYER_MODULES = (
     _Module("mlp.shared.down", "linear", "mlp.shared_experts.down_proj", "ffn_down_shexp"),
     _Module("mlp.shared.gate", "linear", "mlp.shared_experts.gate_proj", "ffn_gate_shexp"),
     _Module("mlp.shared.up", "linear", "mlp.shared_experts.up_proj", "ffn_up_shexp"),
+    _Module(
+        "mlp.shared_gate", "vector", "mlp.shared_expert_gate.weight", "ffn_gate_inp_shexp.weight"
+    ),
     # The recurrent part of a layer, by the names of Qwen3-Next and 3.5.
-    _Module("recurrence.taps", "vector", "linear_attn.conv1d.weight", ""),
-    _Module("recurrence.taps_bias", "vector", "linear_attn.conv1d.bias", ""),
-    _Module("recurrence.log_rate", "vector", "linear_attn.A_log", ""),
-    _Module("recurrence.rate_bias", "vector", "linear_attn.dt_bias", ""),
-    _Module("recurrence.norm", "norm", "linear_attn.norm", ""),
-    _Module("recurrence.query", "linear", "linear_attn.in_proj_qkv", ""),
-    _Module("recurrence.key", "linear", "linear_attn.in_proj_qkv", ""),
-    _Module("recurrence.value", "linear", "linear_attn.in_proj_qkv", ""),
-    _Module("recurrence.gate", "linear", "linear_attn.in_proj_z", ""),
-    _Module("recurrence.share", "linear", "linear_attn.in_proj_b", ""),
-    _Module("recurrence.decay", "linear", "linear_attn.in_proj_a", ""),
-    _Module("recurrence.output", "linear", "linear_attn.out_proj", ""),
+    _Module("recurrence.taps", "vector", "linear_attn.conv1d.weight", "ssm_conv1d.weight"),
+    _Module("recurrence.taps_bias", "vector", "linear_attn.conv1d.bias", "ssm_conv1d.bias"),
+    _Module("recurrence.log_rate", "vector", "linear_attn.A_log", "ssm_a"),
+    _Module("recurrence.rate_bias", "vector", "linear_attn.dt_bias", "ssm_dt.bias"),
+    _Module("recurrence.norm", "norm", "linear_attn.norm", "ssm_norm"),
+    _Module("recurrence.query", "linear", "linear_attn.in_proj_qkv", "attn_qkv"),
+    _Module("recurrence.key", "linear", "linear_attn.in_proj_qkv", "attn_qkv"),
+    _Module("recurrence.value", "linear", "linear_attn.in_proj_qkv", "attn_qkv"),
+    _Module("recurrence.gate", "linear", "linear_attn.in_proj_z", "attn_gate"),
+    _Module("recurrence.share", "linear", "linear_attn.in_proj_b", "ssm_beta"),
+    _Module("recurrence.decay", "linear", "linear_attn.in_proj_a", "ssm_alpha"),
+    _Module("recurrence.output", "linear", "linear_attn.out_proj", "ssm_out"),
     _Module("recurrence.qkvz", "linear", "", ""),
     _Module("recurrence.rates", "linear", "", ""),
-    _Module("recurrence.input", "linear", "", ""),
-    _Module("recurrence.skip", "vector", "", ""),
+    _Module("recurrence.input", "linear", "", "ssm_in"),
+    _Module("recurrence.skip", "vector", "", "ssm_d"),
     _Module("attention.query", "linear", "self_attn.q_proj", "attn_q"),
     _Module("attention.key", "linear", "self_attn.k_proj", "attn_k"),
     _Module("attention.value", "linear", "self_attn.v_proj", "attn_v"),
@@ -91,6 +94,8 @@ _OUTER_NAMES = {
     "gguf": {"layer": "blk.{layer}", "embed": "token_embd", "head": "output"},
 }
 _PAIRED = ("attention.query", "attention.key")
+_FLAT = ("recurrence.", "mlp.shared_gate")
+"""The beginnings of the names of modules whose vectors have other axes in GGUF files."""
 
 
 def table(
@@ -106,8 +111,9 @@ def table(
 
     `paired` means that rotated dimensions of queries and keys are stored as adjacent pairs,
     `transposed` that kernels are stored [in, out], and `norms_added` is what the file's norm scales
-    exceed the tree's by. Each sequence in `fused` lists modules that are stored, in this order, in
-    one tensor under one name. Experts whose name lacks `{expert}` share one tensor.
+    exceed the tree's by, except in recurrent layers. Each sequence in `fused` lists modules that
+    are stored, in this order, in one tensor under one name. Experts whose name lacks `{expert}`
+    share one tensor.
     """
     outer = {name: names.get(name, default) for name, default in _OUTER_NAMES[format].items()}
     entries = [
@@ -128,8 +134,11 @@ def table(
         is_paired = paired and module.path in _PAIRED
         group = groups.get(module.path, ())
         weight, bias = f"{name}.weight", TensorEntry(f"{name}.bias", (*path, "bias"))
+        recurrent = module.path.startswith("recurrence.")
+        flat = format == "gguf" and module.path.startswith(_FLAT)
         if module.kind == "norm":
-            entries += [TensorEntry(weight, (*path, "scale"), added=norms_added), bias]
+            added = 0 if recurrent else norms_added
+            entries += [TensorEntry(weight, (*path, "scale"), added=added, flat=flat), bias]
         elif module.kind == "linear":
             kernel = TensorEntry(weight, (*path, "kernel"), is_paired, fused=group)
             merged = "experts" in path and "{expert}" not in name
@@ -138,5 +147,6 @@ def table(
         elif module.kind == "embedding":
             entries.append(TensorEntry(weight, (*path, "embedding")))
         else:
-            entries.append(TensorEntry(name, path))
+            decay = format == "gguf" and module.path == "recurrence.log_rate"
+            entries.append(TensorEntry(name, path, decay=decay, flat=flat))
     return tuple(entries)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 TEXT, TIED = "text_config", "tie_word_embeddings"
@@ -62,6 +62,12 @@ QWEN3_5_PART = TextPart(
     others=_IMAGES | {"video_token_id", "vision_start_token_id", "vision_end_token_id"},
     skipped=r"(model\.)?visual\.",
     defaults={},
+)
+QWEN3_5_MOE_PART = replace(
+    QWEN3_5_PART,
+    model_type="qwen3_5_moe",
+    architecture="Qwen3_5MoeForConditionalGeneration",
+    family="qwen3_5_moe_text",
 )
 MISTRAL3_PART = TextPart(
     model_type="mistral3",

@@ -1,0 +1,13 @@
+"""Every method in every topology on targets with recurrent layers, under every rule."""
+
+from conformance.cells import cells
+from conformance.checks import Conformance
+from conformance.methods import LAYERS, TOPOLOGIES
+
+
+class TestRecurrentTargets(Conformance):
+    cells = tuple(
+        cell
+        for topology in TOPOLOGIES
+        for cell in cells(topology, [kind for kind in LAYERS if kind != "attention"])
+    )

@@ -1,0 +1,121 @@
+"""Recurrent layers: what a round moves of their states, and their share of the roofline."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from conformance.methods import LAYERS
+from conftest import slow, tiny_config
+
+from specjax import theory
+from specjax.core.cache import commit
+from specjax.errors import InputError
+from specjax.loading.load import random_model
+from specjax.models.config import Recurrence
+from specjax.models.decoder import Decoder
+from specjax.models.layers import recurrence
+
+SIZES = 32, 64
+
+
+def moved_bytes(kind, width, keys, values):
+    """Return the bytes that a pass over `width` tokens and a commit access, as compiled."""
+    sizes = dict(key_heads=1, value_heads=4, key_width=keys, value_width=values)
+    config = tiny_config(
+        vocab_size=16,
+        num_layers=2,
+        max_positions=64,
+        recurrence=Recurrence(kind, **sizes),
+        mixers=("recurrent", "attention"),
+    )
+    model = Decoder(config, jnp.dtype("float32"))
+
+    def run(params, cache, tokens, visible, count):
+        window, positions = model.make_window(1, width), jnp.zeros_like(tokens)
+        out = model.extend(params, tokens, positions, cache, window, 0, visible)
+        slots = jnp.arange(width)[None, :]
+        return out.logits, commit(cache, out.window, slots, count)
+
+    def shape(*sizes, dtype=jnp.int32):
+        return jax.ShapeDtypeStruct(sizes, dtype)
+
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    cache = jax.eval_shape(lambda: model.make_cache(1, 64))
+    operands = shape(1, width), shape(1, width, width, dtype=bool), shape(1)
+    compiled = jax.jit(run, donate_argnums=1).lower(params, cache, *operands).compile()
+    return compiled.cost_analysis()["bytes accessed"]
+
+
+@pytest.mark.parametrize("kind", ["delta", *slow("mamba2")])
+def test_a_wider_round_moves_little_more_of_a_state(as_shipped, kind):
+    """Only states grow with the product of keys and values, all else with one of them."""
+    moves = []
+    for width in (1, 5):
+        found = {
+            sizes: moved_bytes(kind, width, *sizes) for sizes in itertools.product(SIZES, SIZES)
+        }
+        few, many = SIZES
+        of_states = found[many, many] - found[many, few] - found[few, many] + found[few, few]
+        moves.append(of_states / (4 * 4 * (many - few) ** 2))
+    assert moves[0] < 8
+    assert moves[1] <= 1.3 * moves[0]
+
+
+@pytest.mark.parametrize("layers", [kind for kind in LAYERS if kind != "attention"])
+def test_blocks_of_tokens_continue_each_other(monkeypatch, layers):
+    """A pass over more tokens than a block has gives what one over fewer at a time gives."""
+    config = tiny_config(vocab_size=16, max_positions=64, **LAYERS[layers])
+    model = random_model(config, 0, dtype="float32")
+    tokens = jax.random.randint(jax.random.key(1), (2, 21), 0, 16)
+
+    def logits(block):
+        monkeypatch.setattr(recurrence, "_BLOCK", block)
+        positions = jnp.broadcast_to(jnp.arange(21), tokens.shape)
+        causal = jnp.tril(jnp.ones((1, 21, 21), bool))
+        return model.architecture.extend(model.params, tokens, positions, None, None, 0, causal)
+
+    whole = logits(32).logits
+    for block in (1, 8):
+        assert jnp.abs(logits(block).logits - whole).max() < 2e-5
+
+
+def test_the_roofline_counts_states():
+    sizes = dict(num_layers=4, hidden_size=64, intermediate_size=128, num_heads=4)
+    sizes |= dict(num_kv_heads=2, head_dim=16, vocab_size=100)
+    states = theory.RecurrentShape(3, key_heads=2, value_heads=4, key_width=8, value_width=16)
+    hybrid, plain = theory.ModelShape(**sizes, recurrent=states), theory.ModelShape(**sizes)
+    assert states.channels == 2 * 2 * 8 + 4 * 16
+    assert states.state_elements() == 3 * (4 * 8 * 16 + 3 * states.channels)
+    assert states.num_weights(64) == 3 * 64 * (states.channels + 64 + 8 + 64)
+    assert hybrid.kv_elements() == plain.kv_elements() / 4
+    short, long = (
+        theory.pass_seconds(hybrid, "h200", tokens=1, batch=1, context=context)
+        for context in (0, 1_000_000)
+    )
+    far = theory.pass_seconds(plain, "h200", tokens=1, batch=1, context=1_000_000)
+    assert short < long < far / 3
+    moved = theory.pass_seconds(hybrid, "h200", tokens=1, batch=100_000, context=0)
+    assert moved > 100_000 * states.moved_bytes() / theory.CHIPS["h200"].bandwidth
+    kept = theory.memory(hybrid, batch=2, capacity=10)
+    cache = 2 * 2 * 10 * hybrid.kv_elements()
+    assert kept.target_cache == cache + 2 * 4 * states.state_elements()
+    with pytest.raises(InputError, match="give fewer than num_layers"):
+        theory.ModelShape(**sizes | {"num_layers": 3}, recurrent=states)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (dict(recurrence=None), "if and only if"),
+        (dict(mixers=("recurrent",)), "at least one layer must have attention"),
+        (dict(recurrence=Recurrence("delta", key_heads=3, value_heads=4)), "must divide"),
+        (dict(recurrence=Recurrence("conv", conv_width=0)), "conv_width=0"),
+        (dict(recurrence=Recurrence("mamba2", step_limits=(1.0, 0.5))), "must ascend"),
+        (dict(mixers=("recurrent", "attention", "none"), mlps=(False,)), "neither a mixer"),
+    ],
+)
+def test_bad_configs_are_refused(changes, says):
+    usual = dict(recurrence=Recurrence("delta"), mixers=("recurrent", "attention"))
+    with pytest.raises(InputError, match=says):
+        tiny_config(**usual | changes)
