@@ -169,14 +169,30 @@ def gguf_converted(tensors, architecture, config):
     return found
 
 
+def _heads_apart(name, value, recurrence):
+    """Return a tensor of Qwen3.5 with the value heads of all key heads in turn."""
+    groups, keys = recurrence.key_heads, 2 * recurrence.key_heads * recurrence.key_width
+    if ".in_proj_qkv." in name or ".conv1d." in name:
+        values = _heads_apart("in_proj_z", value[keys:], recurrence)
+        return np.concatenate([value[:keys], values])
+    if ".out_proj." in name:
+        return _heads_apart("in_proj_z", value.T, recurrence).T
+    if name.endswith(".norm.weight"):
+        return value
+    heads = value.reshape(groups, recurrence.value_heads // groups, -1, *value.shape[1:])
+    return heads.swapaxes(0, 1).reshape(value.shape)
+
+
 def _recurrent(tensors, architecture, config):
     """Yield the tensors of a hybrid model with the names and shapes that the converter maps."""
     recurrence = config.recurrence
-    is_qwen = architecture in ("qwen3next", "qwen35")
+    is_qwen = architecture in ("qwen3next", "qwen35", "qwen35moe")
     groups, shared = recurrence.key_heads, recurrence.value_heads // recurrence.key_heads
     for name, value in tensors.items():
         if architecture == "nemotron_h":
             name = name.replace("model.", "backbone.")
+        if architecture.startswith("qwen35") and "linear_attn." in name:
+            value = _heads_apart(name, value, recurrence)
         if name.endswith(".A_log"):
             value = -np.exp(value)
         if name.endswith(("conv1d.weight", "conv.conv.weight")):

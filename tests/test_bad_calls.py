@@ -114,6 +114,7 @@ BAD = {
     "max_prefill_tokens": [0, "a", 1.5],
     "kv_page_size": [0, "a", 32, 200, 128.5],
     "num_kv_pages": [0, "a", 1.5, 3],
+    "num_kept_states": [0, "a", 1.5, 3],
     "enable_prefix_caching": ["a", 2, None, True],
     "num_tokens": [0, 1, "a", None, 2.5],
     "id": [2.5, True, b"x"],

@@ -355,7 +355,7 @@ def test_devices_exchange_one_sum_for_all_experts_of_a_layer(num_experts, specs)
     ("change", "words"),
     [
         ({"groups": 3}, "experts.groups=3: must divide num_experts=8"),
-        ({"groups": 8, "per_token": 1}, "a group must have at least two experts"),
+        ({"groups": 8, "per_token": 1}, "a group must have at least 2 experts"),
         ({"groups": 4, "per_token": 3}, "experts.per_token=3: must be at most the 2 experts"),
         ({"per_token": 9}, "experts.per_token=9: must be a whole number from 1 to 8"),
         ({"scale": 0.0}, "experts.scale=0.0: must be"),

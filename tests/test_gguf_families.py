@@ -159,7 +159,12 @@ CONFIGS |= {
         "recurrence": DELTA,
         "experts": Experts(6, 3, 8, shared_size=20, shared_gate=True),
     },
-    "qwen3_5_text": QWEN | {"recurrence": dataclasses.replace(DELTA, key_heads=4)},
+    "qwen3_5_text": QWEN | {"recurrence": DELTA},
+    "qwen3_5_moe_text": QWEN
+    | {
+        "recurrence": dataclasses.replace(DELTA, value_heads=6),
+        "experts": Experts(6, 3, 8, shared_size=20, shared_gate=True),
+    },
     "lfm2": {
         "head_dim": 8,
         "attention": Attention(qk_norm=True),
@@ -293,7 +298,12 @@ KEYS |= {
 }
 KEYS["qwen3_5_text"] = {
     name: value for name, value in KEYS["qwen3_next"].items() if "expert" not in name
-} | {"ssm.group_count": np.uint32(4), "rope.dimension_sections": [1, 1, 1, 0]}
+} | {"rope.dimension_sections": [1, 1, 1, 0]}
+KEYS["qwen3_5_moe_text"] = KEYS["qwen3_next"] | {
+    "ssm.time_step_rank": np.uint32(6),
+    "ssm.inner_size": np.uint32(36),
+    "full_attention_interval": np.uint32(4),
+}
 """Keys beside those that every architecture has."""
 
 
@@ -398,7 +408,7 @@ def test_fused_projections_in_blocks_are_those_of_the_dequantised_file(tmp_path)
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
-@pytest.mark.parametrize("name", ["qwen3_next", *slow("granitemoehybrid")])
+@pytest.mark.parametrize("name", ["qwen3_5_moe_text", *slow("qwen3_next", "granitemoehybrid")])
 def test_recurrent_layers_in_blocks_are_those_of_the_dequantised_file(tmp_path, name):
     recurrence = {"key_width": 16, "value_width": 16}
     config = config_of(name)
@@ -413,7 +423,7 @@ def test_recurrent_layers_in_blocks_are_those_of_the_dequantised_file(tmp_path, 
     keys = {
         "attention.key_length": 16,
         "ssm.state_size": 16,
-        "ssm.inner_size": 64,
+        "ssm.inner_size": config.recurrence.value_heads * 16,
         "expert_feed_forward_length": 32,
         "feed_forward_length": 32,
         "expert_shared_feed_forward_length": 64,
@@ -428,13 +438,24 @@ def test_recurrent_layers_in_blocks_are_those_of_the_dequantised_file(tmp_path, 
     path = write(tmp_path / "a.gguf", config, change=keys, kind="Q8_0", kinds=kinds)
     model, wide = load_model(path), load_model(path, weights="float", form=Form())
     recurrent = model.params["recurrent_layers"]["recurrence"]
-    assert is_quantized(recurrent["output"]["kernel"])
+    joined = "input" if name == "granitemoehybrid" else "qkvz"
+    assert is_quantized(recurrent[joined]["kernel"])
+    # In Qwen3.5's files the value heads, which are its inputs, have another order.
+    assert is_quantized(recurrent["output"]["kernel"]) == (name != "qwen3_5_moe_text")
     jax.tree.map(np.testing.assert_array_equal, float_model(model).params, wide.params)
     found, wanted = (
         specjax.generate(one, ["the thin", "in the"], drafter="ngram", max_new_tokens=12).token_ids
         for one in (model, wide)
     )
     assert found == wanted
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_moe_text", *slow("nemotron_h", "lfm2")])
+def test_recurrent_layers_are_read_for_a_mesh(tmp_path, name):
+    path = write(tmp_path / "a.gguf", config_of(name))
+    mesh = sharding.make_mesh(2, 2, jax.devices()[:4])
+    placed, plain = (load_model(path, dtype="float32", mesh=one) for one in (mesh, None))
+    jax.tree.map(np.testing.assert_array_equal, placed.params, plain.params)
 
 
 def test_modules_of_qwen_are_among_the_layers(tmp_path):
@@ -462,6 +483,15 @@ def test_modules_of_qwen_are_among_the_layers(tmp_path):
         params,
         model.mtp.params,
     )
+
+
+def test_granite_4_with_attention_alone_is_read_as_granite_3(tmp_path):
+    """llama.cpp's converter writes it so, with the sizes of the layers that it has not."""
+    keys = SSM | {"feed_forward_length": np.uint32(8), "expert_used_count": np.uint32(0)}
+    keys |= {"expert_shared_feed_forward_length": np.uint32(40)}
+    keys = {f"granite.{name}": value for name, value in keys.items()}
+    config = config_of("granite")
+    assert load_model(write(tmp_path / "a.gguf", config, change=keys)).config == config
 
 
 def test_granite_4_without_experts(tmp_path):
@@ -675,8 +705,9 @@ def u32(name, value):
         ("qwen3_next", u32("ssm.time_step_rank", 3), "recurrence.key_heads=2: must divide"),
         ("qwen3_next", u32("full_attention_interval", 2), "missing: blk.1."),
         ("qwen3_next", positive_decay, "blk.0.ssm_a must have negative numbers alone"),
-        ("qwen3_5_text", u32("ssm.group_count", 2), "4 value heads share 2 key heads"),
+        ("qwen3_5_text", u32("ssm.group_count", 4), "mis-shaped: blk.0."),
         ("lfm2", {"attention.head_count_kv": [0, 2, 0]}, "an entry for each of 4 layers"),
+        ("lfm2", {"attention.head_count_kv": [0.5, 2.0]}, "must be a list of whole numbers"),
         ("lfm2", u32("attention.key_length", 16), "key_length=16: is not supported; only 8 is"),
         ("granitemoehybrid", {"rope.scaling.finetuned": True}, "finetuned=True: is not supported"),
         ("nemotron_h", {"feed_forward_length": [0, 40, 0, 0]}, "missing: blk.3.ssm"),

@@ -202,16 +202,17 @@ def test_outputs_are_split_after_a_barrier(tokens):
 
     cache, window = decoder.make_cache(1, 128), decoder.make_window(1, tokens)
     text = jax.jit(run).lower(model.params, cache, window).as_text()
+    name = r'@("[^"]*"|\S+?)'
     functions = {
-        re.match(r"(?:public|private) @(\S+?)\(", body)[1]: body
+        re.match(rf"(?:public|private) {name}\(", body)[1]: body
         for body in text.split("func.func ")[1:]
     }
 
-    def barriers(name):
+    def barriers(function):
         """Those that a call of a function runs: layers of one structure share a function."""
-        body = functions[name]
+        body = functions[function]
         found = re.findall(rf"optimization_barrier %\S+ : tensor<1x{tokens}x(\d+)xf32>", body)
-        called = re.findall(r"[^_]call @(\S+?)\(", body)
+        called = re.findall(rf"[^_]call {name}\(", body)
         return sum(map(barriers, called), collections.Counter(map(int, found)))
 
     assert barriers("main") == dict.fromkeys((80, 84), config.num_layers)

@@ -91,8 +91,8 @@ class KVCache:
     v: Entries | None
     length: Int[Array, "B"]
     pages: Int[Array, "B N"] | None = None
-    recurrent: RecurrentState | None = None
     shards: int = struct.field(pytree_node=False, default=1)
+    recurrent: RecurrentState | None = None
 
     @property
     def capacity(self) -> int:

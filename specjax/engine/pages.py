@@ -90,11 +90,8 @@ class PagePool:
         """Return the known pages with the first `tokens` of a row, of at most `most` tokens."""
         return [page for page, _ in self._prefix(tokens, most)]
 
-    def open(self, row: Hashable, tokens: Sequence[int], most: int) -> tuple[int, Any]:
-        """Let a new row hold `known_prefix`.
-
-        Returns the number of tokens in it, and the state after them that was kept, if any.
-        """
+    def open(self, row: Hashable, tokens: Sequence[int], most: int) -> int:
+        """Let a new row hold `known_prefix`; return the number of tokens in it."""
         found = self._prefix(tokens, most)
         held = self._held[row] = _Held([page for page, _ in found], len(found))
         for page, held.serial in found:
@@ -102,7 +99,11 @@ class PagePool:
             self._unused.pop(page, None)
         if held.serial in self._states:
             self._states.move_to_end(held.serial)
-        return len(found) * self.size, self._states.get(held.serial)
+        return len(found) * self.size
+
+    def kept(self, row: Hashable) -> Any:
+        """Return the states that were kept after a row's published pages, None if none were."""
+        return self._states.get(self._held[row].serial)
 
     def keep(self, row: Hashable, num_tokens: int, states: Any) -> None:
         """Keep the states of recurrent layers after a row's first `num_tokens`, of whole pages.
@@ -278,17 +279,17 @@ class RowPages:
         pool = self.pool(slot)
         return pool.size * len(pool.known_prefix(row.tokens, row.num_tokens - 2))
 
-    def begin(self, row: Row, slot: int) -> tuple[int, Any]:
-        """Let a row hold pages for its tokens.
-
-        Returns how many of these are in them already, and the states of recurrent layers after
-        them, if there are such layers.
-        """
+    def begin(self, row: Row, slot: int) -> int:
+        """Let a row hold pages for its tokens; return how many of these are in them already."""
         pool = self._pool_of[row] = self.pool(slot)
         found = pool.open(row, row.tokens, row.num_tokens - 2)
         reserved = pool.reserve(row, self._cached(row, 0))
         assert reserved
         return found
+
+    def kept(self, row: Row) -> Any:
+        """Return the states of recurrent layers where a row begins, None if none were kept."""
+        return self._pool_of[row].kept(row)
 
     def next_kept(self, row: Row, position: int, chunks: Sequence[int]) -> int | None:
         """Return the next position after which a row's states of recurrent layers are kept.

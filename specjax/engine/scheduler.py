@@ -141,8 +141,8 @@ class Scheduler:
                 break
             pools.add(self.pages.pool(slot))
             reading.rows |= self.take(slots)
-            reading.position, states = self.pages.begin(row, slot)
-            reading.states = states or ()
+            reading.position = self.pages.begin(row, slot)
+            reading.states = self.pages.kept(row) or ()
             reading.num_shared += reading.position
         self.reading = reading if pools else None
         return self.reading

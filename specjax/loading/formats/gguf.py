@@ -17,7 +17,7 @@ from specjax.loading.formats import build_parameters, mtp_layers, parameter_name
 from specjax.loading.formats.families import registry
 from specjax.loading.formats.family import Family
 from specjax.loading.formats.gguf_fields import MTP_MODULES, ROPE_FACTORS, GgufFields
-from specjax.loading.formats.gguf_file import GgufFile, check_type
+from specjax.loading.formats.gguf_file import GgufFile, Tensor, check_type
 from specjax.models.config import DecoderConfig
 from specjax.models.cpu import tiles
 from specjax.models.layers.quantized import GROUP
@@ -122,18 +122,19 @@ def read_params(
 
     def read(location: parameter_names.Location, rows: slice, inputs: slice) -> Any:
         tensor, (path, _) = file.tensors[location.name], location.within(scan_layers)
-        index = tensor_layout.own_rows(location, rows, inputs)
         if path in kept:
             found: Any = _read_blocks(file.raw(tensor), tensor.kind, location, rows)
         elif location.entry.flat:
-            values = file.values(tensor).reshape(location.stored_shape)[index]
-            if location.entry.decay and not (values < 0).all():
-                raise InputError(
-                    f"{file.path}: the tensor {location.name} must have negative numbers alone; "
-                    "convert the model again"
-                )
-            found = tensor_layout.from_stored(values, location)
+            found = _read_flat(file, tensor, location)[rows]
+            found = found[:, inputs] if found.ndim > 1 else found
+        elif location.apart is not None:
+            found = tensor_layout.read_in_order(
+                location,
+                rows,
+                lambda some: file.values(tensor, tensor_layout.own_rows(location, some)),
+            )[:, inputs]
         else:
+            index = tensor_layout.own_rows(location, rows, inputs)
             found = tensor_layout.from_stored(file.values(tensor, index), location)
         if rows.stop is None or rows.stop >= location.rows[0]:
             file.release(tensor)
@@ -195,6 +196,8 @@ def _parts(
         fits = (location.is_kernel or location.path == ("embed", "embedding")) and (
             not location.entry.transposed and not location.entry.added
         )
+        # Inputs in another order may be in the same block.
+        fits = fits and not (location.apart is not None and "output" in location.path)
         if tensor is None or not fits or tensor.kind.name not in tiles.formats():
             return ()
         if location.rows[1] % GROUP:
@@ -230,6 +233,18 @@ def _check_copies(file: GgufFile, copies: Mapping[str, str]) -> None:
             )
 
 
+def _read_flat(file: GgufFile, tensor: Tensor, location: parameter_names.Location) -> np.ndarray:
+    """Return a location of which the file's tensor has the numbers, but maybe not the shape."""
+    values = file.values(tensor).reshape(location.stored_shape)
+    if location.entry.decay and not (values < 0).all():
+        raise InputError(
+            f"{file.path}: the tensor {location.name} must have negative numbers alone; "
+            "convert the model again"
+        )
+    values = tensor_layout.from_stored(values, location)
+    return tensor_layout.read_in_order(location, slice(None), values.__getitem__)
+
+
 def _read_blocks(
     raw: UInt8[np.ndarray, "bytes"],
     kind: GGMLQuantizationType,
@@ -240,5 +255,7 @@ def _read_blocks(
     count, width = location.rows
     first = location.before + (location.expert * count if location.merged else 0)
     inputs, block_bytes = GGML_QUANT_SIZES[kind]
-    blocks = raw.reshape(-1, width // inputs * block_bytes)[first : first + count][rows]
-    return tensor_layout.from_stored(blocks, location)
+    blocks = raw.reshape(-1, width // inputs * block_bytes)[first : first + count]
+    return tensor_layout.from_stored(
+        tensor_layout.read_in_order(location, rows, blocks.__getitem__), location
+    )

@@ -72,11 +72,23 @@ class GgufFields(Fields):
 
         Raises InputError for a list of another length.
         """
+        values = self._integers(name)
+        if len(values) == 1:
+            return values * num_layers
+        if len(values) != num_layers:
+            raise self.fail(name, f"must be a list with an entry for each of {num_layers} layers")
+        return values
+
+    def largest(self, name: str) -> int:
+        """Return the field `name`, a whole number, or the largest of a list of them."""
+        return max(self._integers(name))
+
+    def _integers(self, name: str) -> list[int]:
         value = self.get(name)
         if not isinstance(value, np.ndarray):
-            return [self.integer(name)] * num_layers
-        if value.ndim != 1 or len(value) != num_layers or value.dtype.kind not in "iu":
-            raise self.fail(name, f"must be a list with an entry for each of {num_layers} layers")
+            return [self.integer(name)]
+        if value.ndim != 1 or not value.size or value.dtype.kind not in "iu":
+            raise self.fail(name, f"must be a list of whole numbers; {self.remedy}")
         return value.tolist()
 
     def check_others(self, fixed: Mapping[str, Any]) -> None:

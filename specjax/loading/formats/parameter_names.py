@@ -42,7 +42,9 @@ class TensorEntry(NamedTuple):
     "query", of the tree's parts that the file's tensor combines along the outputs, one after the
     other or, if `interleaved`, an output of each in turn. `transposed` marks kernels that are
     stored [in, out]. Numbers in files are those of the tree plus `added`, or with `decay` -exp of
-    them. With `flat` a file's tensor may divide the same numbers among other axes.
+    them. With `flat` a file's tensor may divide the same numbers among other axes. With
+    `heads_apart`, value heads that share a key head are apart in the file: the first of each key
+    head, then the second of each, and so on.
     """
 
     name: str
@@ -56,6 +58,7 @@ class TensorEntry(NamedTuple):
     interleaved: bool = False
     decay: bool = False
     flat: bool = False
+    heads_apart: bool = False
 
 
 class Location(NamedTuple):
@@ -66,7 +69,8 @@ class Location(NamedTuple):
     outside of layers; `index` is its index among the layers that are stacked with it. `head_dim` is
     the width of a head, and `rotary_width` the number of its rotated dimensions. `before` and
     `after` count the rows of other parts in the file's tensor, and `merged` the experts on its
-    first axis.
+    first axis. With `apart` (key heads, value heads of each, unordered), the value heads are in the
+    order of `TensorEntry.heads_apart`; the first `unordered` rows are not of value heads.
     """
 
     name: str
@@ -82,6 +86,7 @@ class Location(NamedTuple):
     before: int = 0
     after: int = 0
     merged: int = 0
+    apart: tuple[int, int, int] | None = None
 
     def within(self, scan_layers: bool) -> tuple[Path, tuple[int, ...]]:
         """Return the path of the leaf, and the index (layer, expert or neither) on its first axes.
@@ -172,6 +177,12 @@ def _whole(sections: Sequence[Part]) -> Part:
 def of_entry(entry: TensorEntry, part: Part, config: DecoderConfig) -> Iterator[Location]:
     """Yield the location of a tensor, or one location per expert if the part has experts."""
     whole = Location(entry.name, entry, *part, config.head_dim, config.rotary_width)
+    recurrence = config.recurrence
+    if entry.heads_apart and recurrence is not None:
+        shared = recurrence.value_heads // recurrence.key_heads
+        keys = 2 * recurrence.key_heads * recurrence.key_width if entry.path[-1] == "taps" else 0
+        if shared > 1:
+            whole = whole._replace(apart=(recurrence.key_heads, shared, keys))
     if not (entry.merged or "{expert}" in entry.name):
         yield _among_fused(whole, config)
         return

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Shaped
+from jaxtyping import Int, Shaped
 
 from specjax.errors import InputError
 from specjax.loading.formats.parameter_names import Location, TensorEntry, locations, lookup
@@ -49,6 +49,44 @@ def _as_rows(stored: Shaped[np.ndarray, "..."], location: Location) -> Shaped[np
     return stored
 
 
+def order_in_file(location: Location) -> Int[np.ndarray, " N"] | None:
+    """Return where a file has each row of a location, or each input of an output kernel.
+
+    It is None if they are in the tree's order. Positions count from the first of the location's.
+    """
+    if location.apart is None:
+        return None
+    keys, shared, first = location.apart
+    count = location.rows[_is_output(location)] - first
+    heads = (np.arange(keys)[:, None] + keys * np.arange(shared)).reshape(-1, 1)
+    width = count // len(heads)
+    return np.append(np.arange(first), first + heads * width + np.arange(width))
+
+
+def _is_output(location: Location) -> bool:
+    """Return whether value heads are the inputs of a location's kernel, instead of its rows."""
+    return location.entry.path[-2] == "output"
+
+
+def read_in_order(
+    location: Location, rows: slice, read: Callable[[slice], Shaped[np.ndarray, "..."]]
+) -> Shaped[np.ndarray, "..."]:
+    """Return rows of a location in the tree's order, given a function of rows in the file's.
+
+    `read` takes rows of the location as the file has them, and returns whole rows.
+    """
+    order = order_in_file(location)
+    if order is None:
+        return read(rows)
+    if _is_output(location):
+        return read(rows)[:, order]
+    wanted = order[rows]
+    starts = np.append(0, np.flatnonzero(np.diff(wanted) != 1) + 1)
+    ends = [*starts[1:], len(wanted)]
+    runs = [wanted[start:end] for start, end in zip(starts, ends, strict=True)]
+    return np.concatenate([read(slice(int(run[0]), int(run[-1]) + 1)) for run in runs])
+
+
 def from_stored(stored: Shaped[np.ndarray, "..."], location: Location) -> Shaped[np.ndarray, "..."]:
     """Return rows of a location in the tree's layout, given the same rows in the file's layout.
 
@@ -73,6 +111,9 @@ def to_stored(leaf: Shaped[np.ndarray, "..."], location: Location) -> Shaped[np.
     stored = rows.reshape(location.rows)
     if entry.paired:
         stored = _pair(stored, location)
+    if (order := order_in_file(location)) is not None:
+        inverse = np.argsort(order)
+        stored = stored[:, inverse] if _is_output(location) else stored[inverse]
     if entry.decay:
         stored = -np.exp(stored)
     if entry.added:

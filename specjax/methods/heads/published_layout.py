@@ -198,7 +198,10 @@ class PublishedLayout:
                     axes = {"head": head, "block": block, "config": config}
                     name = entry.name.format(layer=number, tap=number, **axes)
                     stored = (part.path, part.shape[count:], part.section, *widths)
-                    yield Location(name, entry, *stored, layer=head, expert=block), over_tokens
+                    yield (
+                        Location(name, entry, *stored, layer=head, index=head, expert=block),
+                        over_tokens,
+                    )
 
     def _read_params(
         self, fields: HeadFields, config: Any, vocabulary: DraftVocabulary

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from specjax.loading.formats.families import schema
-from specjax.loading.formats.families.schema import Values
+from specjax.loading.formats.families.schema import Part, Values
 from specjax.loading.formats.families.tensor_names import table
 from specjax.loading.formats.family import Family, GgufLayout
+from specjax.loading.formats.gguf_fields import GgufFields
 
 
 def usual_scale(known: Values) -> float:
@@ -13,11 +14,30 @@ def usual_scale(known: Values) -> float:
     return known["head_dim"] ** -0.5
 
 
+def mlp_width(fields: GgufFields) -> int:
+    """Return the width of the MLP in a GGUF file, which states that of a shared one apart."""
+    shared = fields.integer("expert_shared_feed_forward_length", 0)
+    return shared or fields.integer("feed_forward_length")
+
+
+_OF_MAMBA = frozenset(
+    f"ssm.{name}"
+    for name in ("conv_kernel", "state_size", "group_count", "inner_size", "time_step_rank")
+)
+
+
+def _read_gguf_rest(fields: GgufFields, known: Values) -> Values:
+    """Return the width of the MLP, and ignore the sizes that Granite 4 with attention alone has."""
+    fields.asked |= _OF_MAMBA
+    return {"intermediate_size": mlp_width(fields)}
+
+
 GRANITE = Family(
     model_type="granite",
     architecture="GraniteForCausalLM",
     parts=(
         *schema.sizes(),
+        Part(read_gguf=_read_gguf_rest),
         schema.rope(),
         schema.ATTENTION_BIAS,
         schema.MLP_BIAS,

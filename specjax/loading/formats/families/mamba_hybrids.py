@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from specjax.loading.formats.families import recurrent, schema
-from specjax.loading.formats.families.granite import usual_scale
+from specjax.loading.formats.families.granite import mlp_width, usual_scale
 from specjax.loading.formats.families.schema import FULL, Part, Values
 from specjax.loading.formats.families.tensor_names import table
 from specjax.loading.formats.family import Family, GgufLayout
@@ -76,14 +74,6 @@ def _with_kv_heads(sizes: tuple[Part, ...]) -> tuple[Part, ...]:
     return (*sizes[:1], *sizes[2:4], heads, *sizes[5:])
 
 
-_SHARED_WIDTH = "expert_shared_feed_forward_length"
-
-
-def _mlp_width(fields: GgufFields) -> int:
-    """Return the width of the MLP, which beside experts is that of the shared one."""
-    return fields.integer(_SHARED_WIDTH, 0) or fields.integer("feed_forward_length")
-
-
 def _read_gguf_experts(fields: GgufFields, known: Values) -> Values:
     fields.asked |= {"expert_count", "feed_forward_length"}
     if not (count := fields.integer("expert_count", 0)):
@@ -104,7 +94,7 @@ GRANITE_HYBRID = Family(
     model_type="granitemoehybrid",
     architecture="GraniteMoeHybridForCausalLM",
     parts=(
-        schema.integer("intermediate_size", "shared_intermediate_size", _mlp_width, 1024),
+        schema.integer("intermediate_size", "shared_intermediate_size", mlp_width, 1024),
         *_with_kv_heads(schema.sizes()),
         schema.rope(),
         Part(_read_positions, _write_positions, _read_gguf_positions),
@@ -255,10 +245,7 @@ def _read_gguf_blocks(fields: GgufFields, known: Values) -> Values:
 
 
 def _widest(fields: GgufFields) -> int:
-    value = fields.get("feed_forward_length")
-    if isinstance(value, np.ndarray):
-        return int(value.max())
-    return fields.integer("feed_forward_length")
+    return fields.largest("feed_forward_length")
 
 
 def _check_gguf(fields: GgufFields, known: Values) -> Values:

@@ -74,23 +74,26 @@ def _gguf(names: Mapping[str, str] = MappingProxyType({})) -> tuple[TensorEntry,
     return table("gguf", {**usual, **names}, norms_added=1, fused=_FUSED)
 
 
-def _check_heads(fields: GgufFields, known: Values) -> Values:
-    """Raise InputError for a GGUF file with value heads in another order than config.json's.
+def _apart(entries: tuple[TensorEntry, ...]) -> tuple[TensorEntry, ...]:
+    """Return the entries with value heads in the order of Qwen3.5's GGUF files."""
+    return tuple(
+        entry._replace(heads_apart="recurrence" in entry.path and bool(_OF_VALUES & {*entry.path}))
+        for entry in entries
+    )
 
-    llama.cpp's converter puts those that share a key head apart.
-    """
+
+_OF_VALUES = frozenset(
+    ("value", "gate", "share", "decay", "log_rate", "rate_bias", "taps", "output")
+)
+
+
+def _read_order(fields: GgufFields, known: Values) -> Values:
+    """Ignore the parts of a head that are rotated by the positions of images."""
     fields.asked.add("rope.dimension_sections")
-    heads, shared = known["recurrence.value_heads"], known["recurrence.key_heads"]
-    if heads != shared:
-        raise fields.fail(
-            "ssm.time_step_rank",
-            f"its {heads} value heads share {shared} key heads, and are in an order that is not "
-            "supported; use the model in Hugging Face's layout",
-        )
     return {}
 
 
-_ORDER = Part(read_gguf=_check_heads)
+_ORDER = Part(read_gguf=_read_order)
 _GGUF_MTP = replace(GGUF_MTP, copies={}, zero_first_embedding=False, norms_added=1)
 
 
@@ -100,6 +103,11 @@ def _read_layers(fields: GgufFields, known: Values) -> Values:
 
 
 _LESS_MODULES = Part(read_gguf=_read_layers)
+
+
+def _mlp_width(fields: GgufFields) -> int:
+    return fields.integer("feed_forward_length", fields.integer(_WIDTH))
+
 
 QWEN3_NEXT = Family(
     model_type="qwen3_next",
@@ -120,7 +128,7 @@ QWEN3_5 = Family(
     architecture="Qwen3_5ForCausalLM",
     parts=(*_SIZES, _LESS_MODULES, *_LAYERS, _ORDER),
     tensors=table("huggingface", fused=_FUSED),
-    gguf=GgufLayout("qwen35", _gguf(), mtp=_GGUF_MTP),
+    gguf=GgufLayout("qwen35", _apart(_gguf()), mtp=_GGUF_MTP),
     mtp=_MTP,
 )
 
@@ -130,12 +138,15 @@ QWEN3_5_MOE = Family(
     parts=(
         *_SIZES[:1],
         schema.integer(
-            "intermediate_size", ("intermediate_size", "moe_intermediate_size"), default=512
+            "intermediate_size", ("intermediate_size", "moe_intermediate_size"), _mlp_width, 512
         ),
         *_SIZES[2:],
+        _LESS_MODULES,
         *_LAYERS,
         *_experts(256, 8),
+        _ORDER,
     ),
     tensors=table("huggingface", _OF_SHARED, fused=_FUSED),
+    gguf=GgufLayout("qwen35moe", _apart(_gguf()), experts=True, mtp=_GGUF_MTP),
     mtp=_MTP,
 )

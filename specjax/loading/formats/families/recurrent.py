@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
-
 from specjax.loading.formats.families import schema
 from specjax.loading.formats.families.schema import FULL, Part, Values
 from specjax.loading.formats.gguf_fields import GgufFields
@@ -69,8 +67,7 @@ _KV_HEADS = "attention.head_count_kv"
 
 def kv_heads(fields: GgufFields) -> int:
     """Return the number of key/value heads of layers with attention; others are said to have 0."""
-    value = fields.get(_KV_HEADS)
-    return int(value.max()) if isinstance(value, np.ndarray) else fields.integer(_KV_HEADS)
+    return fields.largest(_KV_HEADS)
 
 
 def by_kv_heads(fields: GgufFields, known: Values) -> Values:
