@@ -26,6 +26,7 @@ MODULES = (
     "specjax.metrics",
     "specjax.theory",
     "specjax.controllers",
+    "specjax.processors",
     "specjax.tuning",
     "specjax.diagnosis",
 )

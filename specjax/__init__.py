@@ -43,6 +43,7 @@ _HOMES = {
 _MODULES = {
     "checkpoints": "specjax.loading.checkpoints",
     "controllers": "specjax.controllers",
+    "processors": "specjax.processors",
     "diagnosis": "specjax.diagnosis",
     "drafters": "specjax.drafters",
     "metrics": "specjax.metrics",

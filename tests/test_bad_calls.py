@@ -142,6 +142,17 @@ BAD = {
     "stop_token_ids": [np.array(3), 5, "ab", [2**31], [-1], ["a"]],
     "logprobs": [2, "yes"],
     "ignore_eos": [2, "yes"],
+    "presence_penalty": ["a", 2.5, float("nan"), True],
+    "frequency_penalty": ["a", -2.5, None],
+    "repetition_penalty": ["a", 0, -1.0, float("inf")],
+    "logit_bias": [5, "a", {"a": 1}, {1: 101}, {-1: 1}, [1, 2], [(1, 2), (1, 3)]],
+    "banned_token_ids": [np.array(3), 5, [-1]],
+    "allowed_token_ids": ["ab", 5, [2.5]],
+    "forced_token_ids": ["ab", 5, [None]],
+    "min_tokens": ["a", -1, 1.5],
+    "no_repeat_ngram_size": ["a", -1, 1.5, 2**31],
+    "committed": [5, "ab", [-1], [9]],
+    "requested": [3, np.zeros(2), [1.0]],
 }
 CALLS = {
     "generate": (specjax.generate, {"target": TARGET, "prompts": [[1, 2]]}),
@@ -183,6 +194,10 @@ CALLS = {
         },
     ),
     "testing.check_rule": (testing.check_rule, {"rule": "rejection"}),
+    "testing.check_processor": (
+        testing.check_processor,
+        {"processor": specjax.processors.NoRepeatNgrams(), "requested": np.full(1, 2, np.int32)},
+    ),
 }
 SIGNATURES = {"stream": specjax.stream, "Engine.add": specjax.Engine(TARGET).add}
 OBJECTS = {
@@ -191,6 +206,8 @@ OBJECTS = {
     "form",
     "progress",
     "controller",
+    "processor",
+    "processors",
     "limits",
     "request",
     "distributions",
@@ -313,8 +330,8 @@ GENERATE = {
     "missing_option": (dict(drafter="simulated"), "drafter.continuations is missing"),
     "field": (dict(sampling={"temprature": 1.0}), "sampling.temprature=1.0 .*did you mean temper"),
     "unsupported": (
-        dict(sampling={"presence_penalty": 0.5}),
-        "sampling.presence_penalty=0.5 is not supported",
+        dict(sampling={"prompt_logprobs": 1}),
+        "sampling.prompt_logprobs=1 is not supported",
     ),
     "temperature": (dict(sampling={"temperature": -1.0}), "sampling.temperature=-1.0: use 0"),
     "nan": (dict(sampling={"temperature": float("nan")}), "sampling.temperature=nan: use 0"),

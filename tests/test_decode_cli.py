@@ -663,7 +663,7 @@ def test_interrupt_before_the_first_row(run, monkeypatch):
             ["--config.drafter.name=ngram,none", "--config.drafter.replicated=true"],
             "none of ngram, none is a draft_model",
         ),
-        (["--config.sampling.frequency_penalty=1"], "there is no such field"),
+        (["--config.sampling.prompt_logprobs=1"], "there is no such field"),
         (["--config.max_length=4"], "max_length=4"),
         (["--config.max_length=100000"], "max_length=100000 exceeds"),
         (["--config.prompt=" + "abc " * 600], "positions"),

@@ -36,7 +36,7 @@ ORDER = [
     "specjax.drafters",
     "specjax.methods",
     "specjax.loading",
-    "specjax.models",
+    "specjax.models specjax.processors",
     "specjax.core",
     "specjax.distributed",
     "specjax.fields",

@@ -138,7 +138,7 @@ def test_a_length_that_follows_the_neighbours_is_exact(tables):
     @jax.jit
     def one(group):
         index = batch * group + jnp.arange(batch)
-        tokens, rows, size, status = first_rows(plan, PROMPT, AS_IS, index, 0)
+        tokens, rows, size, status, *_ = first_rows(plan, PROMPT, AS_IS, index, 0)
         # The first row continues; the others end where they emit an even token.
         stops = jnp.where(jnp.arange(batch)[:, None] == 0, -1, 2 * jnp.arange(VOCAB // 2)[None, :])
         rows = rows.replace(stop_ids=stops.astype(jnp.int32))

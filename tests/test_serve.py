@@ -203,11 +203,37 @@ def test_models_health_and_errors_of_the_openai_package(client, url):
     with pytest.raises(openai.NotFoundError, match="is not served here: use 'toy'"):
         client.completions.create(model="gpt", prompt=PROMPT)
     with pytest.raises(openai.BadRequestError) as caught:
-        client.completions.create(model="toy", prompt=PROMPT, presence_penalty=0.5)
-    assert caught.value.param == "presence_penalty"
+        client.completions.create(model="toy", prompt=PROMPT, best_of=2)
+    assert caught.value.param == "best_of"
     with contextlib.closing(connect(url)) as connection:
         connection.request("GET", "/health")
         assert connection.getresponse().status == 200
+
+
+def test_penalties_and_constraints_of_the_openai_package(client, engine):
+    """Names of OpenAI and, in `extra_body`, of vLLM; the program for them is made meanwhile."""
+    (output,) = alone(
+        engine,
+        [5, 6, 7],
+        temperature=0.0,
+        max_new_tokens=9,
+        presence_penalty=1.5,
+        frequency_penalty=0.5,
+        logit_bias={9: 2.5},
+        allowed_token_ids=[9, 10, 11, 12],
+    )
+    got = client.completions.create(
+        model="toy",
+        prompt=[5, 6, 7],
+        temperature=0,
+        max_tokens=9,
+        presence_penalty=1.5,
+        frequency_penalty=0.5,
+        logit_bias={"9": 2.5},
+        extra_body={"allowed_token_ids": [9, 10, 11, 12], "min_tokens": 2},
+    )
+    assert got.choices[0].specjax["token_ids"] == output.token_ids
+    assert {*output.token_ids} <= {9, 10, 11, 12}
 
 
 def test_metrics_have_vllms_names_and_add_up(client, url):
@@ -264,7 +290,8 @@ def test_metrics_count_rows_that_are_put_back(engine):
         ({"stream_options": {"include_usage": True}}, "stream_options", "with stream=true only"),
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options", "stream_options.x=1"),
         ({"tools": [{"type": "function"}]}, "tools", "is not supported: leave it out"),
-        ({"frequency_penalty": 0.1}, "frequency_penalty", "is not supported: leave it out"),
+        ({"frequency_penalty": 3}, "frequency_penalty", "a number from -2 to 2"),
+        ({"logit_bias": {"a": 1}}, "logit_bias", "use a dict of token ids and biases"),
         ({"response_format": {"type": "json_object"}}, "response_format", "leave it out"),
         ({"echo": True}, "echo", "is not supported: leave it out"),
         ({"temprature": 1}, "temprature", "did you mean temperature?"),

@@ -21,7 +21,8 @@ ROOT = Path(__file__).parents[1]
 MODULES = [
     "specjax",
     *(f"specjax.{name}" for name in ("drafters", "sampling", "trees", "testing")),
-    *(f"specjax.{name}" for name in ("metrics", "theory", "controllers", "tuning", "diagnosis")),
+    *(f"specjax.{name}" for name in ("metrics", "theory", "controllers", "processors")),
+    *(f"specjax.{name}" for name in ("tuning", "diagnosis")),
 ]
 MADE = re.compile("__(init|post_init)__")
 TAG = re.compile(r"<[^>]+>")

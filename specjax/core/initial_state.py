@@ -12,11 +12,15 @@ from specjax.core.cache import KVCache
 from specjax.core.drafter import Accepted, TargetPass
 from specjax.core.plan import LoopPlan
 from specjax.core.prefill import prefill
+from specjax.core.processor import states_of
 from specjax.core.round import make_context
 from specjax.core.state import RowProperties, State
 from specjax.distributed.sharding import constrain_rows
 
-_ROWS_FIRST = ("tokens", "length", "status", "undrafted", "features", "rows", "round", "logprobs")
+_ROWS_FIRST = (
+    *("tokens", "length", "status", "undrafted", "features", "rows", "round", "logprobs"),
+    "processors",
+)
 """The fields of a state whose first axis, the rows, is sharded over devices."""
 
 
@@ -28,14 +32,15 @@ def start(
     length: Int[Array, "B"],
     status: Int[Array, "B"],
     rounds: Int[Array, "B"] | None = None,
+    requested: tuple[Any, ...] = (),
 ) -> State:
     """Return the state before the first round, with all but the last token of each prompt read.
 
     `params` are the target's and the drafters' parameters. `tokens` has the prompts, of `length`
     tokens each, `rows` are the rows' fixed properties, and `status` is that of each row, such as
-    RUNNING.
+    RUNNING. `requested` are the arrays that each processor of the plan reads of its rows.
     """
-    empty = empty_state(plan, params, tokens, rows, length, status, rounds)
+    empty = empty_state(plan, params, tokens, rows, length, status, rounds, requested)
     return read_prompts(plan, params, empty)
 
 
@@ -114,6 +119,7 @@ def empty_state(
     length: Int[Array, "B"],
     status: Int[Array, "B"],
     rounds: Int[Array, "B"] | None = None,
+    requested: tuple[Any, ...] = (),
 ) -> State:
     """Return the state of rows whose tokens are unread; arguments are those of `start`."""
     batch = tokens.shape[0]
@@ -135,6 +141,9 @@ def empty_state(
         rows=rows,
         round=jnp.zeros(batch, jnp.int32) if rounds is None else rounds,
         logprobs=jnp.zeros(tokens.shape, jnp.float32),
+        processors=states_of(
+            plan.processors, requested, tokens, rows.prompt_length, length, target.vocab_size
+        ),
     )
     return state.replace(**{name: constrain_rows(getattr(state, name)) for name in _ROWS_FIRST})
 

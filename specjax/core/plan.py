@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from specjax import sampling
 from specjax.core.language_model import LanguageModel
+from specjax.core.processor import Processor
 from specjax.core.turn_taking import Turns
 
 
@@ -19,7 +20,8 @@ class LoopPlan:
     which costs one warp per node. With `full_drafts` the single drafter runs in each round for its
     full length, and limits only truncate its drafts; loops and branches then wait for no data,
     which an accelerator would have to send to the host. With a `page_size`, an engine's caches are
-    pools of `num_pages` pages of so many tokens.
+    pools of `num_pages` pages of so many tokens. `processors` change the logits of all rows, in
+    this order.
     """
 
     target: LanguageModel
@@ -35,6 +37,7 @@ class LoopPlan:
     full_drafts: bool = False
     page_size: int | None = None
     num_pages: int = 0
+    processors: tuple[Processor, ...] = ()
 
     @property
     def resumes(self) -> bool:

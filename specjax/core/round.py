@@ -17,7 +17,8 @@ from specjax.core.cache import commit, put
 from specjax.core.drafter import Context, Noise, StepLimits
 from specjax.core.in_place import apply_if
 from specjax.core.plan import LoopPlan
-from specjax.core.state import FAILED, FULL, RUNNING, STOPPED, Rounds, State, Tally
+from specjax.core.processor import advanced, allowed_nodes
+from specjax.core.state import BARRED, FAILED, FULL, RUNNING, STOPPED, Rounds, State, Tally
 from specjax.core.turn_taking import Proposal
 from specjax.core.verify import VerifiedDraft, verify_draft
 from specjax.trees import Draft
@@ -104,7 +105,7 @@ def _verify_and_commit(
     drafter_state = state.drafter
     if verified.target_pass is not None:
         drafter_state = plan.drafter.observe_pass(draft_params, drafter_state, verified.target_pass)
-    after = _commit(state, verified, count, status).replace(
+    after = _commit(plan, state, verified, count, status).replace(
         undrafted=undrafted,
         drafter=plan.drafter.commit(drafter_state, count),
         round=state.round + (count > 0),
@@ -139,6 +140,8 @@ def propose(plan: LoopPlan, params: Any, state: State, limits: StepLimits) -> Pr
         drawn = jnp.isfinite(jnp.max(draft.logq, axis=-1))
         drawn = jnp.take_along_axis(drawn, jnp.maximum(draft.logq_row, 0), axis=1)
         within &= drawn | (draft.logq_row < 0)
+    if (allowed := allowed_nodes(plan.processors, state.processors, draft)) is not None:
+        within &= allowed
     valid = draft.topology.close(draft.valid & within)
     draft = draft.replace(valid=valid, tokens=jnp.where(valid, draft.tokens, 0))
     return proposal._replace(draft=draft)
@@ -150,9 +153,10 @@ def _truncate(
     """Return each row's number of tokens to commit, its new status, and its new `undrafted` flag.
 
     The accepted path is cut after the first stop token, at the row's maximum length, and before the
-    first token whose logits are not numbers. The draft may have spoiled these, even where it is
-    refused, since in attention a weight of 0 times NaN is NaN. So the row drafts no more, and fails
-    only if this happens without a draft. `drafted` marks the rows with a draft.
+    first token whose logits are not numbers, or where processors leave no token. The draft may have
+    spoiled logits, even where it is refused, since in attention a weight of 0 times NaN is NaN. So
+    the row drafts no more, and fails only if this happens without a draft. `drafted` marks the rows
+    with a draft.
     """
     step = jnp.arange(verified.tokens.shape[1])[None, :]
     count = verified.verification.num_accepted + 1
@@ -163,10 +167,14 @@ def _truncate(
     stopped = (stops & (step < count[:, None])).any(axis=1)
     full = state.length + count >= state.rows.max_length
     status = jnp.where(stopped, STOPPED, jnp.where(full, FULL, RUNNING))
-    broken = ~verified.numbers & (step < count[:, None])
+    wrong, ended = ~verified.numbers, FAILED
+    if verified.possible is not None:
+        ended = jnp.where(wrong[:, 0], FAILED, BARRED)
+        wrong |= ~verified.possible
+    broken = wrong & (step < count[:, None])
     failed = broken.any(axis=1)
     count = jnp.where(failed, jnp.argmax(broken, axis=1), count)
-    status = jnp.where(failed, jnp.where(drafted, RUNNING, FAILED), status)
+    status = jnp.where(failed, jnp.where(drafted, RUNNING, ended), status)
     return (
         jnp.where(state.active, count, 0).astype(jnp.int32),
         jnp.where(state.active, status, state.status),
@@ -175,7 +183,11 @@ def _truncate(
 
 
 def _commit(
-    state: State, verified: VerifiedDraft, count: Int[Array, "B"], status: Int[Array, "B"]
+    plan: LoopPlan,
+    state: State,
+    verified: VerifiedDraft,
+    count: Int[Array, "B"],
+    status: Int[Array, "B"],
 ) -> State:
     """Return the state after committing the first `count` tokens of each row, with new `status`.
 
@@ -200,6 +212,7 @@ def _commit(
         status=status,
         cache=commit(state.cache, verified.window, slots, count),
         logprobs=logprobs,
+        processors=advanced(plan.processors, state.processors, verified.tokens, count),
     )
 
 

@@ -17,9 +17,9 @@ from specjax.core.cache import KVCache, Window, set_rows
 from specjax.core.drafter import Sampling
 from specjax.distributed.sharding import num_parts
 
-RUNNING, STOPPED, FULL, FAILED = 0, 1, 2, 3
-"""A row's status: it decodes, or has ended at a stop token or string, at its maximum length, or
-before a token whose logits are not numbers."""
+RUNNING, STOPPED, FULL, FAILED, BARRED = 0, 1, 2, 3, 4
+"""A row's status: it decodes, or has ended at a stop token or string, at its maximum length,
+before a token whose logits are not numbers, or where processors allow no token."""
 
 
 @struct.dataclass
@@ -78,8 +78,9 @@ class State:
     log-probabilities under the target by position. `round` counts each row's own rounds. `features`
     are those that drafters have yet to observe, in the layout of `Context.features`. Rows in
     `undrafted` draft no more: their logits after a draft were not finite, and a pass without a
-    draft shows whether the row has failed. Every leaf has rows as its first axis, or belongs to a
-    cache or a window.
+    draft shows whether the row has failed. `processors` are the states of the plan's processors
+    after the committed tokens. Every leaf has rows as its first axis, or belongs to a cache or a
+    window.
     """
 
     tokens: Int[Array, "B S"]
@@ -92,6 +93,7 @@ class State:
     rows: RowProperties
     round: Int[Array, "B"]
     logprobs: Float[Array, "B S"]
+    processors: tuple[Any, ...] = ()
 
     @property
     def active(self) -> Bool[Array, "B"]:

@@ -14,6 +14,7 @@ from specjax import sampling
 from specjax.core.cache import Window
 from specjax.core.drafter import TargetPass, warp_rows
 from specjax.core.plan import LoopPlan
+from specjax.core.processor import possible, processed
 from specjax.core.state import State
 from specjax.errors import InputError, one_line, shown
 from specjax.trees import AnyTopology, Draft, Topology
@@ -23,13 +24,15 @@ class VerifiedDraft(NamedTuple):
     """The result of verifying a draft at one compiled width; P is the longest path in that width.
 
     `tokens` are the accepted ones and, after them, the target's next token. `numbers` marks those
-    before which the target's logits are finite. `features` are those along the path, and
+    before which the target's logits are finite, and `possible`, unless None, those before which
+    processors leave some token. `features` are those along the path, and
     `target_pass` has the features of the whole window, if a drafter reads any.
     """
 
     verification: sampling.Verification
     tokens: Int[Array, "B P+1"]
     numbers: Bool[Array, "B P+1"]
+    possible: Bool[Array, "B P+1"] | None
     window: Window
     features: dict[str, Float[Array, "B P+1 D"]]
     target_pass: TargetPass | None
@@ -149,13 +152,17 @@ def verify_draft(
     largest = jnp.max(logits, axis=-1, keepdims=True)
     numbers = jnp.isfinite(largest)[:, :, 0]
     tree = as_drafted(draft, topology)
-    logits_at = sampling.by_slot(logits)
+    logits_at = processed(
+        plan.processors, state.processors, sampling.by_slot(logits), tree.tokens, topology
+    )
 
     def target(slots: Int[Array, "B"]) -> Float[Array, "B V"]:
         return warp_rows(logits_at(slots), state.rows.sampling, plan.flags)
 
-    if not plan.flags.sampled and plan.rule.greedy_walk:
+    if not plan.flags.sampled and plan.rule.greedy_walk and not plan.processors:
         verification = sampling.walk_greedy(tree, sampling.argmax(logits, largest))
+    elif not plan.flags.sampled and plan.rule.greedy_walk:
+        verification = sampling.walk(tree, lambda slots, depth: sampling.argmax(logits_at(slots)))
     else:
         distributions = sampling.Target(target, state.length, logits.shape[2])
         verification = plan.rule.verify(keys, tree, distributions)
@@ -184,6 +191,7 @@ def verify_draft(
         verification,
         tokens,
         jnp.take_along_axis(numbers, slots, axis=1),
+        possible(plan.processors, logits_at, slots, verification.num_accepted),
         result.window,
         {
             name: jnp.take_along_axis(result.features[name], slots[:, :, None], axis=1)

@@ -26,11 +26,13 @@ from specjax.core.state import (
 from specjax.distributed.sharding import first_device
 from specjax.engine.length_control import time_steps
 from specjax.engine.plan import DecodePlan, flags_of
+from specjax.engine.processing import processors_of, union
 from specjax.engine.programs import (
     Programs,
     compile_plan,
     copied_states,
     is_compiled,
+    processor_states,
     put_rows,
     row_arguments,
     take_rows,
@@ -122,7 +124,12 @@ class DeviceRows:
         """
         loop = self.plan.loop
         flags = loop.flags.union(flags_of([sampling]))
-        able = replace(loop, flags=flags, logprobs=loop.logprobs or sampling.logprobs)
+        able = replace(
+            loop,
+            flags=flags,
+            processors=union(loop.processors, processors_of([sampling])),
+            logprobs=loop.logprobs or sampling.logprobs,
+        )
         if able != loop:
             self.replace_plan(replace(self.plan, loop=able))
 
@@ -135,7 +142,24 @@ class DeviceRows:
             if self._programs is not None:
                 self._programs = self._compiled(plan)
             self._widen()
+            self._process(plan)
         self.plan = plan
+
+    def _process(self, plan: DecodePlan) -> None:
+        """Let the rows have states of the processors of another plan, which change none of them."""
+        if plan.loop.processors == self.plan.loop.processors:
+            return
+
+        def with_states(state: State | None) -> State | None:
+            if state is None:
+                return None
+            *_, requested = row_arguments(plan, [], len(state.length))
+            states = processor_states(plan, state, requested)
+            before = zip(self.plan.loop.processors, state.processors, strict=True)
+            kept = dict(zip(plan.loop.processors, states, strict=True)) | dict(before)
+            return state.replace(processors=tuple(kept[one] for one in plan.loop.processors))
+
+        self._state, self._new = with_states(self._state), with_states(self._new)
 
     def begin(self) -> None:
         """Allocate the state of all rows, unless it exists already."""
@@ -155,8 +179,9 @@ class DeviceRows:
         if pooled or not self._all_read or prompts != self._prompts[: len(prompts)]:
             return False
         # What was read depends on the prompt alone, not on a request's key, limits or sampling.
-        _, fixed, *_ = row_arguments(self.plan, requests, self.plan.prefill_rows)
-        self._new = self._new.replace(rows=fixed)
+        _, fixed, *_, requested = row_arguments(self.plan, requests, self.plan.prefill_rows)
+        states = processor_states(self.plan, self._new, requested)
+        self._new = self._new.replace(rows=fixed, processors=states)
         return True
 
     def new_rows(

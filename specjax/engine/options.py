@@ -12,7 +12,9 @@ from typing import Annotated, Any
 
 from specjax import sampling
 from specjax.controllers import Auto, ByBatch, Controller, Fixed
+from specjax.core.processor import Processor
 from specjax.drafters import DRAFT_TOKENS
+from specjax.engine.processing import ProcessorField
 from specjax.engine.requests import SEED, SamplingParams
 from specjax.errors import InputError, shown
 from specjax.fields import (
@@ -205,6 +207,10 @@ class DecodeOptions:
     """
     enable_prefix_caching: Annotated[bool, Flag()] = False
     """Whether requests share the full pages of equal beginnings, which are then read once."""
+    processors: Sequence[Processor] = ()
+    """Processors of your own, which change the logits of all rows, in this order, before those that
+    sampling parameters ask for.
+    """
     num_kept_states: Annotated[int | None, optional(Whole(1))] = None
     """The most beginnings after which the state of recurrent layers is kept, so that requests can
     share them, by default four per slot. It is kept at the end of a prompt's last full page, and
@@ -214,6 +220,8 @@ class DecodeOptions:
     def __post_init__(self) -> None:
         check_instance(self, "")
         optional(CONTROLLER).check("controller", self.controller)
+        processors = Items(ProcessorField()).check("processors", self.processors)
+        object.__setattr__(self, "processors", processors)
         by_batch = self.num_speculative_tokens_per_batch_size
         if by_batch and self.num_speculative_tokens == AUTO:
             raise InputError(

@@ -18,6 +18,7 @@ from specjax.controllers import Controller, DrafterSizes, Fixed, StepSizes
 from specjax.core.language_model import LanguageModel
 from specjax.core.none import NoDrafter
 from specjax.core.plan import LoopPlan
+from specjax.core.processor import Processor
 from specjax.core.state import is_recurrent
 from specjax.core.verify import check_rule_shapes
 from specjax.distributed.sharding import (
@@ -30,6 +31,7 @@ from specjax.distributed.sharding import (
 )
 from specjax.drafters import DRAFTER_KIND, Drafter, LoadedDrafter, Turns
 from specjax.engine.options import DecodeOptions
+from specjax.engine.processing import check_processing, check_shapes, processors_of, union
 from specjax.engine.requests import (
     Prompts,
     Request,
@@ -236,6 +238,8 @@ def plan_rows(
     Its programs support all of `sampling`. Raises InputError for bad input.
     """
     MODEL_KIND.check("target", target)
+    for params in sampling:
+        check_sampling(target, params)
     longest = longest_row(target, options.max_length)
     return _plan(
         target,
@@ -243,6 +247,7 @@ def plan_rows(
         replace(options, max_length=longest),
         capacity=min(num_tokens, longest),
         flags=flags_of(sampling),
+        processors=processors_of(sampling),
         logprobs=any(params.logprobs for params in sampling),
         num_stop_ids=max(_STOP_IDS, *(len(_stop_ids(target, params)) for params in sampling)),
     )
@@ -269,13 +274,14 @@ def _plan(
     *,
     capacity: int,
     flags: WarpFlags,
+    processors: Sequence[Processor] = (),
     logprobs: bool = False,
     num_stop_ids: int = _STOP_IDS,
 ) -> DecodePlan:
     """Return the plan of rows of up to `capacity` tokens, rounded up to share programs.
 
-    The programs support sampling with `flags` and, with `logprobs`, return log-probabilities.
-    Raises InputError for bad input.
+    The programs support sampling with `flags` and `processors`, beside those of the options, and,
+    with `logprobs`, return log-probabilities. Raises InputError for bad input.
     """
     max_length = options.max_length
     drafter = DRAFTER_KIND.check("drafter", NoDrafter() if drafter is None else drafter)
@@ -302,6 +308,7 @@ def _plan(
         logprobs=logprobs,
         page_size=options.kv_page_size,
         num_pages=num_pages,
+        processors=union(options.processors, processors),
         **_lengths(options, turns, platform),
     )
     for part in turns.parts:
@@ -312,6 +319,8 @@ def _plan(
             )
     if type(rule) not in map(type, RULES.values()):
         check_rule_shapes(rule, options.batch_size, loop.widths, target.config.vocab_size)
+    for processor in options.processors:
+        check_shapes(processor, options.batch_size, capacity, target.config.vocab_size)
     # No row outgrows its caches.
     options = replace(options, max_length=min(max_length, loop.capacity))
     plan = DecodePlan(target, drafter, options, loop, num_stop_ids)
@@ -377,6 +386,7 @@ def check_sampling(target: Model, sampling: SamplingParams) -> None:
     """Raise InputError for sampling parameters that the target does not support."""
     if target.tokenizer is None and sampling.stop:
         raise InputError(f"sampling.stop: {target.name} has no tokenizer; use stop_token_ids")
+    check_processing(sampling, target.config.vocab_size)
 
 
 def _lengths(options: DecodeOptions, drafter: Turns, platform: str) -> dict[str, Any]:

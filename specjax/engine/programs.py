@@ -21,6 +21,7 @@ from specjax.core.cache import KVCache
 from specjax.core.drafter import Sampling
 from specjax.core.drafter_errors import errors_of
 from specjax.core.plan import LoopPlan
+from specjax.core.processor import states_of
 from specjax.core.state import (
     RUNNING,
     STOPPED,
@@ -41,8 +42,16 @@ from specjax.core.state import (
 )
 from specjax.distributed import device_memory
 from specjax.distributed.device_memory import MemoryPlan
-from specjax.distributed.sharding import DATA, axis_size, place_keys, place_rows, use
+from specjax.distributed.sharding import (
+    DATA,
+    axis_size,
+    constrain_rows,
+    place_keys,
+    place_rows,
+    use,
+)
 from specjax.engine.plan import DecodePlan
+from specjax.engine.processing import requested_arrays
 from specjax.engine.requests import Request, SamplingParams
 from specjax.files import program_cache
 from specjax.files.log import LOGGER
@@ -61,9 +70,12 @@ _plans: dict[str, LoopPlan] = {}
 
 
 RowArguments = tuple[
-    Int[Array, "B S"], RowProperties, Int[Array, "B"], Int[Array, "B"], Int[Array, "B"]
+    *tuple[Int[Array, "B S"], RowProperties, Int[Array, "B"], Int[Array, "B"], Int[Array, "B"]],
+    tuple[Any, ...],
 ]
-"""The arrays of `initial_state.start`: tokens, fixed properties, lengths, status and rounds."""
+"""The arrays of `initial_state.start`: tokens, fixed properties, lengths, status, rounds, and those
+that processors read.
+"""
 _FINISHED = Request(0, (0,), SamplingParams())
 
 
@@ -110,7 +122,49 @@ def row_arguments(
     )
     length = placed([len(row.tokens) for row in rows])
     status = placed([STOPPED if request is None else RUNNING for request in given])
-    return placed(tokens), fixed, length, status, placed([row.rounds for row in rows])
+    rounds = placed([row.rounds for row in rows])
+    return placed(tokens), fixed, length, status, rounds, _requested(plan, sampling, stop_ids)
+
+
+def _requested(
+    plan: DecodePlan, sampling: Sequence[SamplingParams], stop_ids: Int[np.ndarray, "B stops"]
+) -> tuple[Any, ...]:
+    """Return the arrays that each processor of a plan reads of rows with these parameters."""
+    arrays = requested_arrays(
+        plan.loop.processors,
+        sampling,
+        stop_ids,
+        plan.loop.capacity,
+        plan.model.config.vocab_size,
+    )
+    return jax.tree.map(lambda array: place_rows(array, where=plan.placement), arrays)
+
+
+def processor_states(plan: DecodePlan, state: State, requested: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the states of a plan's processors after the tokens of the rows of `state`.
+
+    `requested` are the arrays that the processors read of these rows, from `row_arguments`.
+    """
+    if not plan.loop.processors:
+        return ()
+    with use(plan.mesh):
+        return _processor_states(
+            plan.loop, requested, state.tokens, state.rows.prompt_length, state.length
+        )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _processor_states(
+    loop_plan: LoopPlan,
+    requested: tuple[Any, ...],
+    tokens: Int[Array, "B S"],
+    prompt_length: Int[Array, "B"],
+    length: Int[Array, "B"],
+) -> tuple[Any, ...]:
+    rows = requested, tokens, prompt_length, length
+    states = states_of(loop_plan.processors, *rows, loop_plan.target.vocab_size)
+    # Copies, since the rows' own arrays are donated beside them.
+    return constrain_rows(jax.tree.map(jnp.copy, states))
 
 
 class Programs(NamedTuple):
@@ -265,6 +319,7 @@ def _memory(params: Any, state: State, rows: State, temporaries: int) -> MemoryP
         "drafters": (state.drafter, state.features),
         "prompts being read": rows,
         "tokens": (state.tokens, state.logprobs),
+        "processors": state.processors,
     }
     arrays = {name: device_memory.bytes_per_device(part) for name, part in parts.items()}
     return MemoryPlan(device_memory.bytes_per_device(params), arrays, temporaries)

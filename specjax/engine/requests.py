@@ -16,6 +16,7 @@ from specjax.fields import (
     Items,
     Number,
     Text,
+    Unchecked,
     Whole,
     check_instance,
     unknown_name,
@@ -44,8 +45,46 @@ TEMPERATURE = Number(
 TOP_K = Whole(remedy="use 0 for off, or k >= 1 that fits 32 bits")
 TOP_P = Number(1e-30, 1.0, remedy="use 1 for off, or a number in (0, 1]")
 MIN_P = Number(0.0, 1.0, remedy="use 0 for off, or a number in [0, 1]")
+PENALTY = Number(-2.0, 2.0, remedy="use 0 for off, or a number from -2 to 2")
+REPETITION_PENALTY = Number(
+    0.01, 100.0, remedy="use 1 for off, or a number from 0.01 to 100, above 1 against repetition"
+)
+_BIAS = Number(-100.0, 100.0, remedy="use a bias from -100 to 100; banned_token_ids bans tokens")
+
+
+@dataclass(frozen=True)
+class TokenBiases:
+    """The field type of biases by token, as a dict or as pairs (token, bias)."""
+
+    remedy = "use a dict of token ids and biases, such as {42: -5.0}"
+
+    def check(self, name: str, value: Any) -> tuple[tuple[int, float], ...]:
+        """Return `value` as pairs in the order of their tokens; ids may be texts, as in JSON.
+
+        Raises InputError, which names the field `name`, for any other value, and for a token with
+        two biases.
+        """
+        pairs = list(value.items()) if isinstance(value, Mapping) else value
+        Items(Items(Unchecked(), length=2), remedy=self.remedy).check(name, pairs)
+        checked: dict[int, float] = {}
+        for token, bias in pairs:
+            if isinstance(token, str) and token.isdecimal() and len(token) < 10:
+                token = int(token)
+            token = Whole(remedy=self.remedy).check(name, token)
+            if token in checked:
+                raise InputError(f"{name}: token {token} has two biases; give it one")
+            checked[token] = _BIAS.check(f"{name}[{token}]", bias)
+        return tuple(sorted(checked.items()))
+
+
 _STOP = Items(Text(blank=True), remedy="use strings that are not empty")
-_STOP_TOKEN_IDS = Items(Whole(), remedy="use token ids, whole numbers of at least 0")
+_TOKENS = Items(Whole(), remedy="use token ids, whole numbers of at least 0")
+
+_LISTS = (
+    *("stop_token_ids", "logit_bias", "banned_token_ids", "allowed_token_ids"),
+    "forced_token_ids",
+)
+"""The fields for which None is the same as an empty list."""
 
 
 @with_meanings
@@ -53,7 +92,8 @@ _STOP_TOKEN_IDS = Items(Whole(), remedy="use token ids, whole numbers of at leas
 class SamplingParams:
     """The sampling parameters of one request, named as in vLLM except `max_new_tokens`.
 
-    Temperature, top_k, top_p and min_p apply in this order. The output ends at an end-of-sequence
+    Biases, penalties and constraints change the logits (docs/processors.md); then temperature,
+    top_k, top_p and min_p apply in this order. The output ends at an end-of-sequence
     token of the model, unless `ignore_eos`, at one of `stop_token_ids`, before one of the `stop`
     strings, or after `max_new_tokens`. docs/support.md compares with vLLM. Raises InputError for
     values out of range.
@@ -71,7 +111,7 @@ class SamplingParams:
     """The most tokens of the output."""
     stop: Annotated[str | Sequence[str] | None, _STOP] = ()
     """Strings before which the output ends; they may contain special tokens."""
-    stop_token_ids: Annotated[Sequence[int] | None, _STOP_TOKEN_IDS] = ()
+    stop_token_ids: Annotated[Sequence[int] | None, _TOKENS] = ()
     """Tokens at which the output ends, beside those of the model."""
     seed: Annotated[int, SEED] | None = None
     """The seed of the request's own key; by default its key derives from its number."""
@@ -79,13 +119,41 @@ class SamplingParams:
     """Whether to return each token's log-probability under the target's unwarped distribution."""
     ignore_eos: bool = False
     """Whether the output continues after an end-of-sequence token of the model."""
+    presence_penalty: Annotated[float, PENALTY] = 0.0
+    """What is subtracted from the logits of tokens that the output has."""
+    frequency_penalty: Annotated[float, PENALTY] = 0.0
+    """What is subtracted from a token's logit for each time that the output has it."""
+    repetition_penalty: Annotated[float, REPETITION_PENALTY] = 1.0
+    """What the logits of tokens that prompt or output have are divided by, or multiplied by if they
+    are negative; 1 is off.
+    """
+    logit_bias: Annotated[
+        Mapping[int | str, float] | Sequence[Sequence[float]] | None, TokenBiases()
+    ] = ()
+    """Numbers from -100 to 100 that are added to the logits of tokens, by token id."""
+    banned_token_ids: Annotated[Sequence[int] | None, _TOKENS] = ()
+    """Tokens that the output does not have."""
+    allowed_token_ids: Annotated[Sequence[int] | None, _TOKENS] = ()
+    """The only tokens that the output may have; by default all."""
+    min_tokens: Annotated[int, Whole(0)] = 0
+    """The least tokens of the output before a token may end it; stop strings may end it earlier."""
+    no_repeat_ngram_size: Annotated[int, Whole(0)] = 0
+    """The size of n-grams that prompt and output together never have twice; 0 is off."""
+    forced_token_ids: Annotated[Sequence[int] | None, _TOKENS] = ()
+    """Tokens with which the output begins, whatever other parameters say."""
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str | None):
             object.__setattr__(self, "stop", (self.stop,) if self.stop is not None else ())
-        if self.stop_token_ids is None:
-            object.__setattr__(self, "stop_token_ids", ())
+        for name in _LISTS:
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, ())
         check_instance(self, "sampling.")
+        if self.min_tokens > self.max_new_tokens:
+            raise InputError(
+                f"sampling.min_tokens={self.min_tokens} exceeds "
+                f"max_new_tokens={self.max_new_tokens}; lower it"
+            )
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> SamplingParams:

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from specjax import metrics
-from specjax.core.state import FAILED, FULL, STOPPED, Rounds
+from specjax.core.state import BARRED, FAILED, FULL, STOPPED, Rounds
 from specjax.core.turn_taking import NO_DRAFTER
 from specjax.engine.outputs import (
     ABORTED,
@@ -31,7 +31,8 @@ from specjax.engine.requests import Request
 from specjax.errors import InputError, shown
 from specjax.loading.tokenizers.tokenizer import StreamDecoder, Tokenizer
 
-_REASONS = {STOPPED: "stop", FULL: "length", FAILED: ERROR}
+_REASONS = {STOPPED: "stop", FULL: "length", FAILED: ERROR, BARRED: ERROR}
+_NO_TOKEN_LEFT = "its sampling parameters, or processors, allow no further token"
 
 
 class Row:
@@ -110,6 +111,8 @@ class Row:
             self._text = None
             self.finish_reason, self.text_error = ERROR, str(refused)
             return self._delta([], [], "")
+        if reason == ERROR and status == BARRED:
+            self.text_error = _NO_TOKEN_LEFT
         self.token_ids += fresh
         if self.logprobs is not None:
             self.logprobs += logprobs[: len(fresh)].tolist()

@@ -19,10 +19,12 @@ from specjax.core.drafter import Sampling, StepLimits, warp_rows
 from specjax.core.drafter_errors import errors_of
 from specjax.core.language_model import LanguageModel
 from specjax.core.plan import LoopPlan
+from specjax.core.processor import Processor, advanced, states_of
 from specjax.core.state import RUNNING, Rounds, RowProperties, State
 from specjax.drafters import DRAFT_TOKENS, DRAFTER_KIND, Drafter, LoadedDrafter, Turns
 from specjax.engine.options import RULE
 from specjax.engine.plan import widths
+from specjax.engine.processing import processors_of, requested_arrays
 from specjax.engine.programs import run, start
 from specjax.engine.requests import SEED, SamplingParams
 from specjax.errors import InputError
@@ -206,6 +208,7 @@ def make_plan(
         rule=verify,
         widths=widths(drafter.num_nodes, "cpu"),
         flags=_flags(request),
+        processors=processors_of([request]),
         capacity=capacity,
         chunks=(capacity,),
         rounds_per_step=capacity,
@@ -237,7 +240,7 @@ def first_rows(
     request: SamplingParams,
     index: Int[Array | np.ndarray, "B"],
     seed: int,
-) -> tuple[Int[Array, "B S"], RowProperties, Int[Array, "B"], Int[Array, "B"]]:
+) -> tuple[Any, ...]:
     """Return the arguments of `initial_state.start` for rows with the same prompt.
 
     `index` are the rows' numbers, from which, with `seed`, their keys derive.
@@ -258,7 +261,23 @@ def first_rows(
         max_length=every(loop_plan.capacity, jnp.int32),
         stop_ids=jnp.full((batch, 1), -1, jnp.int32),
     )
-    return tokens, rows, every(len(prompt), jnp.int32), every(RUNNING, jnp.int32)
+    vocab_size = loop_plan.target.vocab_size
+    requested = requested_of(loop_plan.processors, request, batch, loop_plan.capacity, vocab_size)
+    length, status = every(len(prompt), jnp.int32), every(RUNNING, jnp.int32)
+    return tokens, rows, length, status, jnp.zeros_like(length), requested
+
+
+def requested_of(
+    processors: Sequence[Processor],
+    request: SamplingParams,
+    rows: int,
+    capacity: int,
+    vocab_size: int,
+) -> tuple[Any, ...]:
+    """Return the arrays that processors read of identical requests without stop tokens."""
+    stop_ids = np.full((1, 1), -1, np.int32)
+    each = requested_arrays(processors, [request], stop_ids, capacity, vocab_size)
+    return jax.tree.map(lambda array: jnp.repeat(jnp.asarray(array), rows, axis=0), each)
 
 
 def _same_sampling(request: SamplingParams, rows: int) -> Sampling:
@@ -313,7 +332,14 @@ def conditional_distributions(
     vocab = model.vocab_size
     tails = np.indices((vocab,) * (length - 1)).reshape(length - 1, -1).T
     tokens = np.concatenate([np.tile(np.array(prompt), (len(tails), 1)), tails], axis=1)
-    every = _every_distribution(model, request, num_layers, params, jnp.asarray(tokens, jnp.int32))
+    processors = processors_of([request])
+    requested = requested_of(processors, request, len(tokens), tokens.shape[1], vocab)
+    every = _every_distribution(
+        (model, request, num_layers, len(prompt)),
+        params,
+        jnp.asarray(tokens, jnp.int32),
+        requested,
+    )
     distributions = np.exp(np.asarray(every, np.float64))
     distributions /= distributions.sum(axis=-1, keepdims=True)
     # Entry d does not depend on tokens after the first d, so one continuation of each suffices.
@@ -323,15 +349,19 @@ def conditional_distributions(
     ]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@functools.partial(jax.jit, static_argnums=0)
 def _every_distribution(
-    model: LanguageModel,
-    request: SamplingParams,
-    num_layers: int | None,
+    static: tuple[LanguageModel, SamplingParams, int | None, int],
     params: Any,
     tokens: Int[Array, "B T"],
+    requested: tuple[Any, ...],
 ) -> Float[Array, "B T V"]:
-    """Return the warped log-probabilities after each token, computed by one causal pass."""
+    """Return the warped log-probabilities after each token, computed by one causal pass.
+
+    `static` are the model, the request, the number of layers, and the length of the prompt, which
+    `tokens` begin with. Processors with the arrays `requested` see one token after the other.
+    """
+    model, request, num_layers, first = static
     count, total = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(total), (count, total))
     causal = jnp.tril(jnp.ones((1, total, total), bool))
@@ -339,7 +369,16 @@ def _every_distribution(
     result = model.extend(
         params, tokens, positions, cache, window, 0, causal, num_layers=num_layers
     )
-    flat = result.logits.reshape(-1, model.vocab_size)
+    logits, processors = result.logits, processors_of([request])
+    lengths = jnp.full(count, first)
+    states = states_of(processors, requested, tokens, lengths, lengths, model.vocab_size)
+    for at in range(first - 1, total):
+        after = logits[:, at]
+        for processor, state in zip(processors, states, strict=True):
+            after = processor.apply(state, after)
+        logits = logits.at[:, at].set(after)
+        states = advanced(processors, states, tokens[:, at + 1 : at + 2], jnp.ones_like(lengths))
+    flat = logits.reshape(-1, model.vocab_size)
     warp = _same_sampling(request, len(flat))
     return warp_rows(flat, warp, _flags(request)).reshape(result.logits.shape)
 

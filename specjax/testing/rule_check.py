@@ -113,17 +113,36 @@ def check_rule(
     of each draft it keeps. Raises InputError for an unknown rule or topology and for sizes out of
     range.
     """
-    rule, topology = _check_input(rule, topology, vocab, length, distributions, valid)
+    rule, topology = check_input(rule, topology, vocab, length, distributions, valid)
     length = topology.depth
     if type(rule) not in map(type, sampling.RULES.values()):
         check_rule_shapes(rule, 2, (length + 1,), vocab)
     distributions = example_distributions(vocab, length) if distributions is None else distributions
+    return check_outputs(rule, topology, distributions, valid)
+
+
+def check_outputs(
+    rule: sampling.Rule,
+    topology: Topology,
+    distributions: list[DistributionPair],
+    valid: Valid | None = None,
+    verified: Callable[[Drafts, list[DistributionPair]], Drafts] | None = None,
+) -> Check:
+    """Return whether outputs have the distribution p of each pair, for all drafts of a topology.
+
+    `rule` and `valid` are as of `check_rule`. `verified` gets drafts, and the pair of each of their
+    groups, and returns them with the log-probabilities of the target that the rule is given; by
+    default these are those of the pairs.
+    """
     if topology.is_chain:
         topology = chain_topology(len(distributions[0].q))
     results = []
     try:
         for drafter in _mixtures(topology):
             drafts = _drafts(topology, drafter, distributions, valid)
+            if verified is not None:
+                pairs = [group.distributions for group in drafts[1]]
+                drafts = verified(drafts[0], pairs), drafts[1]
             if not isinstance(rule, sampling.Coupled):
                 results.append((drafts, decisions(_decide(rule, topology), drafts[0])))
             # Drafts without distributions are verified by the walk.
@@ -391,7 +410,7 @@ def _counterexample(group: _Group, prefix: list[int], got: float, want: float) -
     return "\n".join(lines)
 
 
-def _check_input(
+def check_input(
     rule: str | sampling.Rule,
     topology: str | Topology,
     vocab: int,

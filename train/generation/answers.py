@@ -20,6 +20,7 @@ from specjax.engine.generate import open_engine
 from specjax.engine.options import BATCH_SIZE, EXACT_RULE_NAME, FIXED, DecodeOptions
 from specjax.engine.outputs import Output
 from specjax.engine.plan import plan_requests
+from specjax.engine.processing import PROCESSED
 from specjax.engine.requests import CHAT, SEED, TEMPERATURE, SamplingParams
 from specjax.errors import InputError
 from specjax.fields import (
@@ -95,7 +96,10 @@ class DatasetConfig(SplitLocation):
     """The field with the prompt."""
 
 
-_NOT_SET = ("temperature", "stop", "stop_token_ids", "seed", "logprobs", "ignore_eos")
+_NOT_SET = (
+    *("temperature", "stop", "stop_token_ids", "seed", "logprobs", "ignore_eos"),
+    *PROCESSED,
+)
 """Sampling parameters that are no fields of the config."""
 _SHARE = Number(remedy="use a share of at least 0")
 

@@ -17,6 +17,7 @@ from specjax.apps.doctor.teacher_forced import Reading, Scores, confidence, scor
 from specjax.apps.doctor.weight_checks import weight_notes
 from specjax.drafters import LoadedDrafter, Merged, Turns
 from specjax.engine.generate import Generation, generate
+from specjax.engine.processing import check_unprocessed
 from specjax.engine.requests import Prompts, SamplingParams, as_prompts, encode_prompt
 from specjax.errors import InputError
 from specjax.loading.model import MODEL_KIND, Model
@@ -121,11 +122,13 @@ def diagnose(
     those under `sampling`, or at temperature 1 if its is 0. `other_prompts` are the same prompts in
     another form, by the setting that gives it ("chat=false"). `in_float32` loads the target and the
     drafter without rounding; it is called at most once. `tell` is called with a line about each
-    change. Raises InputError for bad prompts, for drafters that are joined or draft trees, and
-    for block drafters and draft models with the option `sliding_window`.
+    change. Raises InputError for bad prompts, for sampling parameters that need a processor, for
+    drafters that are joined or draft trees, and for block drafters and draft models with the option
+    `sliding_window`.
     """
     MODEL_KIND.check("target", target)
     _check_drafter(drafter, target)
+    check_unprocessed(sampling)
     prompts = _encoded(target, prompts, "prompts")
     others = {
         name: _encoded(target, other, f"other_prompts[{name!r}]")

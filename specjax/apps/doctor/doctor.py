@@ -35,6 +35,7 @@ from specjax.apps.run.decode_config import (
 from specjax.core.none import PLAIN_DECODING
 from specjax.drafters import TRAINED, LoadedDrafter
 from specjax.engine.options import AUTO, DecodeOptions
+from specjax.engine.processing import check_unprocessed
 from specjax.engine.requests import SamplingParams
 from specjax.errors import InputError
 from specjax.fields import Inline, read_values
@@ -63,6 +64,7 @@ class DoctorConfig(DrafterFields, PromptFields):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_unprocessed(self.sampling)
         name = self.drafter["name"]
         if len(self.drafters) > 1 or set(name) & set("+|"):
             raise InputError(f"drafter.name={name!r}: one drafter is examined at a time; name one")

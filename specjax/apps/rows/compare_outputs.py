@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -22,9 +22,12 @@ from jaxtyping import Array, Float, Int
 from specjax.core.cache import KVCache, commit
 from specjax.core.cached_entries import relative_step
 from specjax.core.language_model import LanguageModel
+from specjax.core.plan import LoopPlan
 from specjax.core.prefill import prefill
+from specjax.core.processor import states_of
 from specjax.distributed.sharding import fetch, use
 from specjax.engine.plan import DecodePlan
+from specjax.engine.programs import row_arguments
 from specjax.engine.requests import Request, SamplingParams
 from specjax.sampling import position_gumbel
 
@@ -119,6 +122,7 @@ def compare_row(
         deviations.append(_deviation(passes))
         if index < first:
             continue
+        passes = _processed(plan, replace(request, emitted=tuple(ours[:index])), passes)
         tokens = [ours[index], plain[index]] if index == first else [ours[index]]
         near_tie = _near_tie(plan, request, index, tokens, passes, deviations)
         if index == first or near_tie.margin != 0:
@@ -126,6 +130,37 @@ def compare_row(
         if not near_tie.excused:
             break
     return Difference(tuple(near_ties))
+
+
+def _processed(
+    plan: DecodePlan, request: Request, passes: Float[np.ndarray, "2 V"]
+) -> Float[np.ndarray, "2 V"]:
+    """Return logits after the plan's processors, for the token after a request's emitted ones."""
+    if not plan.loop.processors:
+        return passes
+    arguments = row_arguments(plan, [request, request], max(plan.num_rows, 2))
+    tokens, rows, length, _, _, requested = arguments
+    with use(plan.mesh):
+        after = _process(plan.loop, requested, tokens, rows.prompt_length, length, passes)
+    return fetch(after)[:2].astype(np.float64)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _process(
+    loop: LoopPlan,
+    requested: tuple[Any, ...],
+    tokens: Int[Array, "B S"],
+    prompt_length: Int[Array, "B"],
+    length: Int[Array, "B"],
+    passes: Float[Array | np.ndarray, "2 V"],
+) -> Float[Array, "B V"]:
+    """Return the two rows of logits after all processors, before other rows."""
+    rows = requested, tokens, prompt_length, length
+    states = states_of(loop.processors, *rows, passes.shape[1])
+    logits = jnp.zeros((len(tokens), passes.shape[1]), jnp.float32).at[:2].set(passes)
+    for processor, state in zip(loop.processors, states, strict=True):
+        logits = processor.apply(state, logits)
+    return logits
 
 
 def _near_tie(

@@ -1,0 +1,205 @@
+"""Which processors the sampling parameters of requests need, and the arrays that these read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int
+
+from specjax.core.processor import NewRows, Processor
+from specjax.engine.requests import SamplingParams
+from specjax.errors import InputError, one_line, shown
+from specjax.processors import ForcedTokens, MinTokens, NoRepeatNgrams, Penalties, TokenBias
+
+_OWN_PROCESSOR = (
+    "subclass specjax.processors.Processor as a frozen dataclass with a method apply(self, state, "
+    "logits) -> logits, and pass an instance"
+)
+"""The instructions in error messages for users who write their own processor."""
+
+
+@dataclass(frozen=True)
+class ProcessorField:
+    """The field type of a user's own processors."""
+
+    def check(self, name: str, value: Any) -> Processor:
+        """Return `value` if it is a processor that can be part of the key of a program.
+
+        Raises InputError, which names the field `name`, otherwise.
+        """
+        try:
+            hash(value)
+        except TypeError:
+            value_is_static = False
+        else:
+            value_is_static = True
+        if not isinstance(value, Processor) or not value_is_static:
+            raise InputError(f"{name}={shown(value)}: a processor is a value; {_OWN_PROCESSOR}")
+        return value
+
+
+_ORDER = (TokenBias(), MinTokens(), NoRepeatNgrams(), Penalties(), ForcedTokens())
+"""The processors in the order in which they are applied, which is vLLM's."""
+
+
+PROCESSED = (
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
+    *("banned_token_ids", "allowed_token_ids", "min_tokens", "no_repeat_ngram_size"),
+    "forced_token_ids",
+)
+"""The sampling parameters that need a processor."""
+
+
+def processors_of(sampling: Iterable[SamplingParams]) -> tuple[Processor, ...]:
+    """Return the processors that some of the requests need, in the order of their application."""
+    needed: set[Processor] = set()
+    for params in sampling:
+        if params.logit_bias or params.banned_token_ids or params.allowed_token_ids:
+            needed.add(TokenBias())
+        if params.min_tokens:
+            needed.add(MinTokens())
+        if params.no_repeat_ngram_size:
+            needed.add(NoRepeatNgrams())
+        if (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (
+            *(1.0, 0.0, 0.0),
+        ):
+            needed.add(Penalties())
+        if params.forced_token_ids:
+            needed.add(ForcedTokens())
+    return tuple(processor for processor in _ORDER if processor in needed)
+
+
+def union(first: Sequence[Processor], second: Sequence[Processor]) -> tuple[Processor, ...]:
+    """Return the processors in either of two sequences, a user's own of the first one first."""
+    own = [processor for processor in first if processor not in _ORDER]
+    return (*own, *(processor for processor in _ORDER if processor in (*first, *second)))
+
+
+def requested_arrays(
+    processors: Sequence[Processor],
+    sampling: Sequence[SamplingParams],
+    stop_ids: Int[np.ndarray, "B stops"],
+    capacity: int,
+    vocab_size: int,
+) -> tuple[Any, ...]:
+    """Return the `NewRows.requested` of each processor for rows with these sampling parameters.
+
+    `stop_ids` are the tokens that end each row, padded with -1, and rows have up to `capacity`
+    tokens.
+    """
+
+    def numbers(name: str, dtype: type) -> np.ndarray:
+        return np.array([getattr(params, name) for params in sampling], dtype)
+
+    def of(processor: Processor) -> Any:
+        if processor == TokenBias():
+            return np.stack([_bias(params, vocab_size) for params in sampling])
+        if processor == MinTokens():
+            return {"least": numbers("min_tokens", np.int32), "stop_ids": stop_ids}
+        if processor == NoRepeatNgrams():
+            return numbers("no_repeat_ngram_size", np.int32)
+        if processor == Penalties():
+            return {
+                name: numbers(f"{name}_penalty", np.float32)
+                for name in ("repetition", "presence", "frequency")
+            }
+        if processor == ForcedTokens():
+            forced = np.full((len(sampling), capacity), -1, np.int32)
+            for row, params in enumerate(sampling):
+                ids = params.forced_token_ids[:capacity]
+                forced[row, : len(ids)] = ids
+            return forced
+        return ()
+
+    return tuple(map(of, processors))
+
+
+def _bias(params: SamplingParams, vocab_size: int) -> np.ndarray:
+    """Return the bias [V] of each token: -inf for those that are banned or not allowed."""
+    bias = np.zeros(vocab_size, np.float32)
+    for token, value in params.logit_bias:
+        bias[token] = value
+    if params.allowed_token_ids:
+        others = np.ones(vocab_size, bool)
+        others[list(params.allowed_token_ids)] = False
+        bias[others] = -np.inf
+    bias[list(params.banned_token_ids)] = -np.inf
+    return bias
+
+
+def check_processing(sampling: SamplingParams, vocab_size: int) -> None:
+    """Raise InputError for tokens outside the vocabulary, and if a request allows no token."""
+    named = {
+        "logit_bias": [token for token, _ in sampling.logit_bias],
+        "banned_token_ids": sampling.banned_token_ids,
+        "allowed_token_ids": sampling.allowed_token_ids,
+        "forced_token_ids": sampling.forced_token_ids,
+    }
+    for name, tokens in named.items():
+        if tokens and max(tokens) >= vocab_size:
+            raise InputError(
+                f"sampling.{name}: token id {max(tokens)} is outside the vocabulary of "
+                f"{vocab_size} tokens; leave it out"
+            )
+    allowed = set(sampling.allowed_token_ids or range(vocab_size))
+    if sampling.banned_token_ids and not allowed.difference(sampling.banned_token_ids):
+        raise InputError(
+            f"sampling.banned_token_ids={shown(sampling.banned_token_ids)}: no allowed token is "
+            "left; ban fewer"
+        )
+
+
+def check_unprocessed(sampling: SamplingParams) -> None:
+    """Raise InputError for parameters that need a processor, where distributions have none."""
+    default = SamplingParams()
+    for name in PROCESSED:
+        value = getattr(sampling, name)
+        if value != getattr(default, name):
+            raise InputError(
+                f"sampling.{name}={shown(value)}: distributions are compared without it; leave it "
+                "out"
+            )
+
+
+def check_shapes(
+    processor: Processor, rows: int, capacity: int, vocab_size: int, requested: Any = ()
+) -> None:
+    """Raise InputError unless a processor's methods return the required types and shapes.
+
+    They are called as in a round of `rows` rows of up to `capacity` tokens, but evaluated
+    abstractly. `requested` are the arrays that `init` reads.
+    """
+    prefix = f"processor {shown(processor)}"
+    tokens = jax.ShapeDtypeStruct((rows, capacity), jnp.int32)
+    count = jax.ShapeDtypeStruct((rows,), jnp.int32)
+    logits = jax.ShapeDtypeStruct((rows, vocab_size), jnp.float32)
+
+    def states(tokens: Any, count: Any, requested: Any) -> Any:
+        state = processor.init(NewRows(tokens, count, vocab_size, requested))
+        return state, processor.advance(state, tokens, count)
+
+    try:
+        before, after = jax.eval_shape(states, tokens, count, requested)
+        returned = jax.eval_shape(processor.apply, before, logits)
+    except Exception as error:  # a processor is the user's own code and may raise anything
+        raise InputError(
+            f"{prefix} fails ({type(error).__name__}: {one_line(error):.200}); {_OWN_PROCESSOR}"
+        ) from error
+    if before != after:
+        raise InputError(
+            f"{prefix}: advance returns {shown(after, 120)} where init made {shown(before, 120)}; "
+            "return the same arrays, shapes and dtypes"
+        )
+    if any(leaf.shape[:1] != (rows,) for leaf in jax.tree.leaves(before)):
+        raise InputError(
+            f"{prefix}: init makes {shown(before, 120)}; let each array have rows as its first axis"
+        )
+    if getattr(returned, "shape", None) != logits.shape or returned.dtype != logits.dtype:
+        raise InputError(
+            f"{prefix}: apply returns {shown(returned, 120)}; return logits as it gets them"
+        )
