@@ -147,7 +147,7 @@ BAD = {
     "repetition_penalty": ["a", 0, -1.0, float("inf")],
     "logit_bias": [5, "a", {"a": 1}, {1: 101}, {-1: 1}, [1, 2], [(1, 2), (1, 3)]],
     "banned_token_ids": [np.array(3), 5, [-1]],
-    "allowed_token_ids": ["ab", 5, [2.5]],
+    "allowed_token_ids": ["ab", 5, [2.5], []],
     "forced_token_ids": ["ab", 5, [None]],
     "min_tokens": ["a", -1, 1.5],
     "no_repeat_ngram_size": ["a", -1, 1.5, 2**31],

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
+import scipy.stats
 from bad_input import refused
 from conftest import row_count, slow
 from decoding import PROMPTS, decode, draft_model, make_call
@@ -22,7 +23,7 @@ from specjax import SamplingParams, trees
 from specjax.apps.rows.compare_outputs import compare_row
 from specjax.core import processor as core_processor
 from specjax.core import round as core_round
-from specjax.core.processor import NewRows, path_to
+from specjax.core.processor import NewRows, tokens_to
 from specjax.drafters import Drafter, TreeOptions, take_turns
 from specjax.engine.engine import Engine
 from specjax.engine.processing import processors_of, requested_arrays
@@ -268,17 +269,17 @@ def test_outputs_have_the_distribution_of_plain_decoding(name, shape, rule):
 
 def of_the_last_position_only(topology, tokens, slots):
     """Broken: every slot has the state of the deepest one, as if all tokens were committed."""
-    return path_to(topology, tokens, jnp.full_like(slots, topology.width - 1))
+    return tokens_to(topology, tokens, jnp.full_like(slots, topology.width - 1))
 
 
 def of_the_sibling(topology, tokens, slots):
     """Broken: a slot has the state of the slot before it."""
-    return path_to(topology, tokens, jnp.maximum(slots - 1, 0))
+    return tokens_to(topology, tokens, jnp.maximum(slots - 1, 0))
 
 
 def of_the_root(topology, tokens, slots):
     """Broken: drafted tokens change nothing."""
-    return path_to(topology, tokens, jnp.zeros_like(slots))
+    return tokens_to(topology, tokens, jnp.zeros_like(slots))
 
 
 def without_the_bonus_token(processors, states, logits_at, tokens, topology):
@@ -316,7 +317,7 @@ def test_broken_variants_are_found(broken, name, shape, monkeypatch):
     if broken in (without_the_bonus_token, at_the_root_only):
         monkeypatch.setattr(processor_check, "processed", broken)
     else:
-        monkeypatch.setattr(core_processor, "path_to", broken)
+        monkeypatch.setattr(core_processor, "tokens_to", broken)
     check = checked(name, shape)
     assert not check.passed
     assert check.max_error > 1e-4
@@ -630,3 +631,38 @@ def test_a_model_of_two_layers_under_all_at_once(rows, fast_programs):
     drafter = draft_model(small_model(8, 1, seed=1))
     check = check_drafter(drafter, small_model(8), rows, request=request)
     assert check.passed, check
+
+
+@dataclasses.dataclass(frozen=True)
+class EndsAfter(Processor):
+    """Leaves no token after token 1."""
+
+    def init(self, rows):
+        return jnp.full(rows.prompt_length.shape, -1)
+
+    def advance(self, state, tokens, count):
+        return one_by_one(lambda _, token: token, state, tokens, count)
+
+    def apply(self, state, logits):
+        return jnp.where((state == 1)[:, None], -jnp.inf, logits)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_a_token_after_which_none_is_left_keeps_its_probability(rule):
+    """Also if it was drawn: it is the last of the row, as in plain decoding."""
+    target, counts = small_model(3), []
+    for drafter in (None, draft_model(small_model(3, 1, seed=1))):
+        options = dict(batch_size=128, max_length=8, verify=rule, processors=[EndsAfter()])
+        engine = Engine(target, drafter=drafter, **options)
+        params = SamplingParams(temperature=1.0, max_new_tokens=4, ignore_eos=True)
+        for _ in range(1_500):
+            engine.add([0, 2], params)
+        outputs = [delta.output for delta in engine if delta.output is not None]
+        for output in outputs:
+            ended = 1 in output.token_ids
+            assert output.finish_reason == ("error" if ended else "length") or (
+                output.token_ids[-1] == 1 and len(output.token_ids) == 4
+            )
+        counts.append(np.bincount([output.token_ids[0] for output in outputs], minlength=3))
+    assert scipy.stats.chi2_contingency(counts).pvalue > 1e-6, counts
+    assert min(counts[0]) > 100

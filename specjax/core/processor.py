@@ -43,7 +43,7 @@ class Processor:
     """
 
     forbids: ClassVar[bool] = True
-    """Whether `apply` may return -inf; a row then ends where no token is left."""
+    """Whether `apply` may leave no token; a row then ends there."""
 
     def init(self, rows: NewRows) -> Any:
         """Return the state after the prompts of new rows."""
@@ -85,7 +85,7 @@ def one_by_one(
 
         return jax.tree.map(chosen, step(state, tokens[:, at]), state)
 
-    return lax.fori_loop(0, tokens.shape[1], body, state) if tokens.shape[1] else state
+    return lax.fori_loop(0, jnp.max(count), body, state) if tokens.shape[1] else state
 
 
 def states_of(
@@ -120,7 +120,7 @@ def advanced(
     return tuple(processor.advance(state, tokens, count) for processor, state in pairs)
 
 
-def path_to(
+def tokens_to(
     topology: AnyTopology, tokens: Int[Array, "B N"], slots: Int[Array, "B"]
 ) -> tuple[Int[Array, "B P"], Int[Array, "B"]]:
     """Return the tokens on the path from the root to one slot per row, and their number.
@@ -155,7 +155,7 @@ def processed(
 
     def processed_at(slots: Int[Array, "B"]) -> Float[Array, "B V"]:
         logits = logits_at(slots)
-        after = advanced(processors, states, *path_to(topology, tokens, slots))
+        after = advanced(processors, states, *tokens_to(topology, tokens, slots))
         for processor, state in zip(processors, after, strict=True):
             logits = processor.apply(state, logits)
         return logits
@@ -163,26 +163,26 @@ def processed(
     return processed_at
 
 
-def possible(
+def largest_logits(
     processors: Sequence[Processor],
     logits_at: sampling.Distributions,
     slots: Int[Array, "B T"],
     accepted: Int[Array, "B"],
-) -> Bool[Array, "B T"] | None:
-    """Return whether some token is left after each of the slots of a path.
+) -> Float[Array, "B T"] | None:
+    """Return the largest logit after each of the slots of a path: -inf where no token is left.
 
     The result is None if no processor forbids tokens, and entries after the first `accepted[b]` + 1
-    slots may be True. `logits_at` are processed logits.
+    slots may be 0. `logits_at` are processed logits.
     """
     if not any(processor.forbids for processor in processors):
         return None
 
-    def visit(depth: Int[Array, ""], found: Bool[Array, "B T"]) -> Bool[Array, "B T"]:
+    def visit(depth: Int[Array, ""], found: Float[Array, "B T"]) -> Float[Array, "B T"]:
         at_depth = lax.dynamic_index_in_dim(slots, depth, axis=1, keepdims=False)
-        left = jnp.max(logits_at(at_depth), axis=1) > -jnp.inf
-        return lax.dynamic_update_index_in_dim(found, left, depth, axis=1)
+        largest = jnp.max(logits_at(at_depth), axis=1).astype(found.dtype)
+        return lax.dynamic_update_index_in_dim(found, largest, depth, axis=1)
 
-    return lax.fori_loop(0, jnp.max(accepted) + 1, visit, jnp.ones(slots.shape, bool))
+    return lax.fori_loop(0, jnp.max(accepted) + 1, visit, jnp.zeros(slots.shape, jnp.float32))
 
 
 def allowed_nodes(
@@ -201,7 +201,7 @@ def allowed_nodes(
         return None
 
     def allowed(slots: Int[Array, "B"], tokens: Int[Array, "B"]) -> Bool[Array, "B"]:
-        path, count = path_to(draft.topology, draft.tokens, slots)
+        path, count = tokens_to(draft.topology, draft.tokens, slots)
         each = [
             processor.allows(processor.advance(state, path, count), tokens)
             for processor, state in asked
@@ -209,4 +209,6 @@ def allowed_nodes(
         return jnp.stack(each).all(axis=0)
 
     parents = jnp.broadcast_to(jnp.asarray(draft.topology.row_parents), draft.tokens.shape)
-    return (draft.logq_row >= 0) | jax.vmap(allowed, in_axes=1, out_axes=1)(parents, draft.tokens)
+    nodes = jnp.moveaxis(parents, 1, 0), jnp.moveaxis(draft.tokens, 1, 0)
+    each = lax.map(lambda node: allowed(*node), nodes)
+    return (draft.logq_row >= 0) | jnp.moveaxis(each, 0, 1)

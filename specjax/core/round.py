@@ -168,9 +168,9 @@ def _truncate(
     full = state.length + count >= state.rows.max_length
     status = jnp.where(stopped, STOPPED, jnp.where(full, FULL, RUNNING))
     wrong, ended = ~verified.numbers, FAILED
-    if verified.possible is not None:
+    if verified.some_left is not None:
         ended = jnp.where(wrong[:, 0], FAILED, BARRED)
-        wrong |= ~verified.possible
+        wrong |= ~verified.some_left
     broken = wrong & (step < count[:, None])
     failed = broken.any(axis=1)
     count = jnp.where(failed, jnp.argmax(broken, axis=1), count)

@@ -14,7 +14,7 @@ from specjax import sampling
 from specjax.core.cache import Window
 from specjax.core.drafter import TargetPass, warp_rows
 from specjax.core.plan import LoopPlan
-from specjax.core.processor import possible, processed
+from specjax.core.processor import largest_logits, processed
 from specjax.core.state import State
 from specjax.errors import InputError, one_line, shown
 from specjax.trees import AnyTopology, Draft, Topology
@@ -24,15 +24,15 @@ class VerifiedDraft(NamedTuple):
     """The result of verifying a draft at one compiled width; P is the longest path in that width.
 
     `tokens` are the accepted ones and, after them, the target's next token. `numbers` marks those
-    before which the target's logits are finite, and `possible`, unless None, those before which
-    processors leave some token. `features` are those along the path, and
-    `target_pass` has the features of the whole window, if a drafter reads any.
+    before which the largest logit is finite, and `some_left`, unless None, those before which
+    processors leave some token. `features` are those along the path, and `target_pass` has the
+    features of the whole window, if a drafter reads any.
     """
 
     verification: sampling.Verification
     tokens: Int[Array, "B P+1"]
     numbers: Bool[Array, "B P+1"]
-    possible: Bool[Array, "B P+1"] | None
+    some_left: Bool[Array, "B P+1"] | None
     window: Window
     features: dict[str, Float[Array, "B P+1 D"]]
     target_pass: TargetPass | None
@@ -157,7 +157,11 @@ def verify_draft(
     )
 
     def target(slots: Int[Array, "B"]) -> Float[Array, "B V"]:
-        return warp_rows(logits_at(slots), state.rows.sampling, plan.flags)
+        own = logits_at(slots)
+        # Where no token can follow, the path is cut afterwards. Until then it needs some
+        # distribution: rules would not let a path end there that has the target's own probability.
+        some_left = jnp.isfinite(jnp.max(own, axis=1, keepdims=True))
+        return warp_rows(jnp.where(some_left, own, 0), state.rows.sampling, plan.flags)
 
     if not plan.flags.sampled and plan.rule.greedy_walk and not plan.processors:
         verification = sampling.walk_greedy(tree, sampling.argmax(logits, largest))
@@ -187,11 +191,16 @@ def verify_draft(
             computed & state.active[:, None],
             {name: result.features[name] for name in plan.drafter.pass_features},
         )
+    numbers, some_left = jnp.take_along_axis(numbers, slots, axis=1), None
+    along_path = largest_logits(plan.processors, logits_at, slots, verification.num_accepted)
+    if along_path is not None:
+        some_left = along_path != -jnp.inf
+        numbers &= jnp.isfinite(along_path) | ~some_left
     return VerifiedDraft(
         verification,
         tokens,
-        jnp.take_along_axis(numbers, slots, axis=1),
-        possible(plan.processors, logits_at, slots, verification.num_accepted),
+        numbers,
+        some_left,
         result.window,
         {
             name: jnp.take_along_axis(result.features[name], slots[:, :, None], axis=1)

@@ -12,6 +12,8 @@ from specjax.loading.model import Model
 
 ABORTED, ERROR = "abort", "error"
 """The finish reasons of a request that was aborted, and of one that failed."""
+NO_TOKEN_LEFT = "its sampling parameters, or processors, allow no further token"
+"""Why a row failed that its own request left no token."""
 RequestId = int | str
 
 

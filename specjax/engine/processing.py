@@ -137,7 +137,7 @@ def check_processing(sampling: SamplingParams, vocab_size: int) -> None:
     named = {
         "logit_bias": [token for token, _ in sampling.logit_bias],
         "banned_token_ids": sampling.banned_token_ids,
-        "allowed_token_ids": sampling.allowed_token_ids,
+        "allowed_token_ids": sampling.allowed_token_ids or (),
         "forced_token_ids": sampling.forced_token_ids,
     }
     for name, tokens in named.items():
@@ -146,8 +146,12 @@ def check_processing(sampling: SamplingParams, vocab_size: int) -> None:
                 f"sampling.{name}: token id {max(tokens)} is outside the vocabulary of "
                 f"{vocab_size} tokens; leave it out"
             )
-    allowed = set(sampling.allowed_token_ids or range(vocab_size))
-    if sampling.banned_token_ids and not allowed.difference(sampling.banned_token_ids):
+    banned, left = set(sampling.banned_token_ids), vocab_size
+    if sampling.allowed_token_ids is not None:
+        left = len(set(sampling.allowed_token_ids) - banned)
+    elif banned:
+        left = vocab_size - len(banned)
+    if not left:
         raise InputError(
             f"sampling.banned_token_ids={shown(sampling.banned_token_ids)}: no allowed token is "
             "left; ban fewer"
@@ -186,11 +190,12 @@ def check_shapes(
     try:
         before, after = jax.eval_shape(states, tokens, count, requested)
         returned = jax.eval_shape(processor.apply, before, logits)
+        allowed = jax.eval_shape(processor.allows, before, count)
     except Exception as error:  # a processor is the user's own code and may raise anything
         raise InputError(
             f"{prefix} fails ({type(error).__name__}: {one_line(error):.200}); {_OWN_PROCESSOR}"
         ) from error
-    if before != after:
+    if _forms(before) != _forms(after):
         raise InputError(
             f"{prefix}: advance returns {shown(after, 120)} where init made {shown(before, 120)}; "
             "return the same arrays, shapes and dtypes"
@@ -203,3 +208,13 @@ def check_shapes(
         raise InputError(
             f"{prefix}: apply returns {shown(returned, 120)}; return logits as it gets them"
         )
+    if getattr(allowed, "shape", None) != (rows,) or allowed.dtype != bool:
+        raise InputError(
+            f"{prefix}: allows returns {shown(allowed, 120)}; return a boolean for each row"
+        )
+
+
+def _forms(state: Any) -> tuple[Any, ...]:
+    """Return the structure, shapes and dtypes of a state."""
+    leaves, structure = jax.tree.flatten(state)
+    return structure, *((leaf.shape, leaf.dtype) for leaf in leaves)

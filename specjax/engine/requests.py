@@ -19,6 +19,7 @@ from specjax.fields import (
     Unchecked,
     Whole,
     check_instance,
+    optional,
     unknown_name,
     with_meanings,
 )
@@ -81,7 +82,9 @@ _STOP = Items(Text(blank=True), remedy="use strings that are not empty")
 _TOKENS = Items(Whole(), remedy="use token ids, whole numbers of at least 0")
 
 _LISTS = (
-    *("stop_token_ids", "logit_bias", "banned_token_ids", "allowed_token_ids"),
+    "stop_token_ids",
+    "logit_bias",
+    "banned_token_ids",
     "forced_token_ids",
 )
 """The fields for which None is the same as an empty list."""
@@ -133,11 +136,11 @@ class SamplingParams:
     """Numbers from -100 to 100 that are added to the logits of tokens, by token id."""
     banned_token_ids: Annotated[Sequence[int] | None, _TOKENS] = ()
     """Tokens that the output does not have."""
-    allowed_token_ids: Annotated[Sequence[int] | None, _TOKENS] = ()
+    allowed_token_ids: Annotated[Sequence[int] | None, optional(_TOKENS)] = None
     """The only tokens that the output may have; by default all."""
     min_tokens: Annotated[int, Whole(0)] = 0
     """The least tokens of the output before a token may end it; stop strings may end it earlier."""
-    no_repeat_ngram_size: Annotated[int, Whole(0)] = 0
+    no_repeat_ngram_size: Annotated[int, Whole(0, 256)] = 0
     """The size of n-grams that prompt and output together never have twice; 0 is off."""
     forced_token_ids: Annotated[Sequence[int] | None, _TOKENS] = ()
     """Tokens with which the output begins, whatever other parameters say."""
@@ -149,6 +152,15 @@ class SamplingParams:
             if getattr(self, name) is None:
                 object.__setattr__(self, name, ())
         check_instance(self, "sampling.")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise InputError(
+                "sampling.allowed_token_ids=[]: no token is allowed; name some, or leave it out"
+            )
+        if len(self.forced_token_ids) > self.max_new_tokens:
+            raise InputError(
+                f"sampling.forced_token_ids: {len(self.forced_token_ids)} tokens exceed "
+                f"max_new_tokens={self.max_new_tokens}; raise that, or force fewer"
+            )
         if self.min_tokens > self.max_new_tokens:
             raise InputError(
                 f"sampling.min_tokens={self.min_tokens} exceeds "

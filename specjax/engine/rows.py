@@ -19,6 +19,7 @@ from specjax.core.turn_taking import NO_DRAFTER
 from specjax.engine.outputs import (
     ABORTED,
     ERROR,
+    NO_TOKEN_LEFT,
     Delta,
     Output,
     RequestId,
@@ -32,7 +33,6 @@ from specjax.errors import InputError, shown
 from specjax.loading.tokenizers.tokenizer import StreamDecoder, Tokenizer
 
 _REASONS = {STOPPED: "stop", FULL: "length", FAILED: ERROR, BARRED: ERROR}
-_NO_TOKEN_LEFT = "its sampling parameters, or processors, allow no further token"
 
 
 class Row:
@@ -112,7 +112,7 @@ class Row:
             self.finish_reason, self.text_error = ERROR, str(refused)
             return self._delta([], [], "")
         if reason == ERROR and status == BARRED:
-            self.text_error = _NO_TOKEN_LEFT
+            self.text_error = NO_TOKEN_LEFT
         self.token_ids += fresh
         if self.logprobs is not None:
             self.logprobs += logprobs[: len(fresh)].tolist()

@@ -120,8 +120,10 @@ def _completes(state: NgramState) -> Bool[Array, "B S"]:
         equal = (jnp.roll(state.tokens, back, axis=1) == latest) & (position >= back)
         return found & (equal | (back >= state.size[:, None]))
 
-    last = (position < state.length[:, None]) & (state.size[:, None] > 0)
-    return lax.fori_loop(1, jnp.max(state.size), matches, last)
+    # A row with fewer tokens than an n-gram has none.
+    size = jnp.where(state.size <= state.length, state.size, 0)
+    last = (position < state.length[:, None]) & (size[:, None] > 0)
+    return lax.fori_loop(1, jnp.max(size), matches, last)
 
 
 @struct.dataclass

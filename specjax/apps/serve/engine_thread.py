@@ -196,7 +196,9 @@ def warm_up(engine: Engine, defaults: SamplingParams) -> None:
     sampling = SamplingParams(max_new_tokens=_WARM_UP_TOKENS, ignore_eos=True)
     rows = engine.plan.options.batch_size
     # The defaults come first, since programs are compiled for the sampling of earlier requests.
-    engine.add([token], replace(defaults, max_new_tokens=1))
+    first = {"min_tokens": min(defaults.min_tokens, 1)}
+    first["forced_token_ids"] = defaults.forced_token_ids[:1]
+    engine.add([token], replace(defaults, max_new_tokens=1, **first))
     engine.compile(fewer_rows=True)
     while rows:
         LOGGER.info("running the programs for %d row%s once", rows, "s" * (rows > 1))

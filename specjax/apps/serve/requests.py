@@ -169,7 +169,10 @@ class RequestReader:
                 "the server with --config.sampling.logprobs=true",
                 "logprobs",
             )
-        return replace(self.defaults, **changes), logprobs
+        if "max_new_tokens" in changes and "min_tokens" not in changes:
+            changes["min_tokens"] = min(self.defaults.min_tokens, changes["max_new_tokens"])
+        with _refused("max_tokens"):
+            return replace(self.defaults, **changes), logprobs
 
 
 def _read_object(body: bytes) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 from specjax import metrics
 from specjax.apps.command_line.console import Marker
 from specjax.apps.serve.requests import Completion, RequestError
-from specjax.engine.outputs import ABORTED, Delta, Output
+from specjax.engine.outputs import ABORTED, NO_TOKEN_LEFT, Delta, Output
 from specjax.loading.tokenizers.tokenizer import Tokenizer
 
 
@@ -202,7 +202,8 @@ def _check(output: Output) -> None:
     if output.finish_reason == ABORTED:
         raise RequestError(503, "the server is shutting down: send the request again later")
     if output.error is not None:
-        raise RequestError(500, output.error)
+        # What a request itself rules out is no failure of the server.
+        raise RequestError(400 if output.text_error == NO_TOKEN_LEFT else 500, output.error)
 
 
 def _event(value: dict[str, Any]) -> bytes:
