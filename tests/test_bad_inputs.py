@@ -28,7 +28,7 @@ from specjax.apps.serve import serve
 from specjax.apps.serve.serve_config import ServeConfig
 from specjax.apps.spec_bench import command as spec_bench
 from specjax.apps.spec_bench.config import SpecBenchConfig
-from specjax.engine import options
+from specjax.engine import options, requests
 from specjax.fields import Kind, fields_of
 from specjax.loading.texts import documents
 from specjax.methods.corpus import index_folder
@@ -127,6 +127,7 @@ TEXTS = {
         *["5", "x", "(1,", "(1, 2)", "((1, 2),)", "((None,),)", "((4, 2, 1),)", "((0, 2, 1),)"],
         *["((1, 4, 1025),)", "((1, 4, -1),)", "((1, 4, 2), (3, 9, 1))", "(('a', 2, 3),)"],
     ],
+    requests.TokenBiases: ["5", "x", "(1,", "{'a': 1}", "{1: 'a'}", "{1: 101}", "{-1: 1}"],
     options.DraftLengthField: ["", "x", "-1", "1.5", "1025", str(10**6), MANY_DIGITS],
     train_config.TargetName: _PATHS,
     train_config.RunFolder: [*_PATHS, "file", "file/x/y", "/dev/full", "."],
@@ -159,6 +160,8 @@ def texts(kind):
         return [*wrong, "(1,", "('a',)", "(-1,)", "(1e400,)", *(["()"] if kind.least else [])]
     if isinstance(kind, fields.Text):
         return TEXTS[fields.Text] + ([] if kind.empty else ["", " "])
+    if isinstance(kind, fields.Number) and kind.least <= -1:
+        return [value for value in _NUMBERS if value != "-1"]
     return TEXTS[type(kind)]
 
 

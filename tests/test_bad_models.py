@@ -167,7 +167,6 @@ FAMILY_CONFIGS = [
     ("qwen3_5_moe_text", {"norm_topk_prob": False}, "norm_topk_prob=False: is not supported"),
     ("lfm2", {"conv_dim": 16}, "conv_dim=16: is not supported; only 32 is"),
     ("lfm2", {"conv_L_cache": 2}, "mis-shaped: model.layers.0.conv.conv.weight"),
-    ("lfm2", {"layer_types": ["conv"] * 4}, "mixers: at least one layer must have attention"),
     (
         "lfm2",
         {"full_attn_idxs": [1.5], "layer_types": None},
@@ -177,7 +176,6 @@ FAMILY_CONFIGS = [
     ("granitemoehybrid", {"position_embedding_type": "alibi"}, "position_embedding_type='alibi'"),
     ("granitemoehybrid", {"num_local_experts": 4}, "missing: model.layers.0.block_sparse_moe."),
     ("granitemoehybrid", {"num_local_experts": -1}, "experts.num_experts=-1: must be"),
-    ("bamba", {"attn_layer_indices": []}, "mixers: at least one layer must have attention"),
     ("bamba", {"attn_rotary_emb": 12}, "attn_rotary_emb=12: is not supported; only 4 is"),
     ("bamba", {"time_step_limit": [2.0, 0.5]}, "step_limits=(2.0, 0.5): must ascend"),
     ("bamba", {"time_step_limit": [0.0]}, "time_step_limit=[0.0]: must be two numbers"),

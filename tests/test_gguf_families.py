@@ -186,7 +186,7 @@ CONFIGS |= {
         "attention": Attention(rotary_width=0),
         "mlp": Mlp("relu2", gated=False),
         "recurrence": MAMBA,
-        "mixers": ("recurrent", "none", "attention", "none"),
+        "mixers": ("recurrent", "absent", "attention", "absent"),
         "mlps": (False, True),
     },
 }

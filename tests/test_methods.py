@@ -22,6 +22,7 @@ OTHER_THINGS = {
     "specjax/files/atomic_writes.py": {"suffix"},  # of a file
     "specjax/files/folder_checksums.py": {"corpus"},  # a kind of folder
     "specjax/loading/formats/gguf_fields.py": {"none"},
+    "specjax/loading/formats/families/qwen3_next.py": {"mtp"},  # how tensors' names begin
     "specjax/loading/model.py": {"mtp"},  # modules of a target, and below among its parameters
     "specjax/loading/quantize.py": {"mtp"},
     "specjax/loading/texts/documents.py": {"none"},

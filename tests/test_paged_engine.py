@@ -241,8 +241,8 @@ class SharesPartOfAPage(PagePool):
 class ForgetsTheNextToken(PagePool):
     """Broken: the token after a page does not matter."""
 
-    def __init__(self, num_pages, size, following):
-        super().__init__(num_pages, size, following - 1)
+    def __init__(self, num_pages, size, following, num_states):
+        super().__init__(num_pages, size, following - 1, num_states)
 
 
 @pytest.fixture(scope="module")

@@ -158,7 +158,7 @@ def test_layers_are_chosen_among_recurrent_ones(layers):
         (dict(recurrence=Recurrence("delta", key_heads=3, value_heads=4)), "must divide"),
         (dict(recurrence=Recurrence("conv", conv_width=0)), "conv_width=0"),
         (dict(recurrence=Recurrence("mamba2", step_limits=(1.0, 0.5))), "must ascend"),
-        (dict(mixers=("recurrent", "attention", "none"), mlps=(False,)), "neither a mixer"),
+        (dict(mixers=("recurrent", "attention", "absent"), mlps=(False,)), "neither a mixer"),
         (dict(mlps=(True, True, False)), "some have an MLP and some have none"),
     ],
 )

@@ -61,7 +61,7 @@ class Loop:
         """Return the first round's state; each row has a different last token."""
         loop_plan, plan = self.loop_plan, self._plan
         batch = plan.options.batch_size
-        _, rows, _, status, rounds = row_arguments(plan, self._requests)
+        _, rows, _, status, rounds, _ = row_arguments(plan, self._requests)
         roots = jnp.arange(batch, dtype=jnp.int32) * 7919 % loop_plan.target.vocab_size
         tokens = jnp.zeros((batch, loop_plan.capacity), jnp.int32)
         length = jnp.full(batch, self.context, jnp.int32)

@@ -219,7 +219,7 @@ class Recurrence:
         return self.kind != "conv"
 
 
-Mixer = Literal["attention", "recurrent", "none"]
+Mixer = Literal["attention", "recurrent", "absent"]
 """What mixes the tokens in a layer: nothing does in one that is an MLP alone."""
 
 
@@ -338,7 +338,7 @@ class DecoderConfig:
         for layer in range(self.num_layers):
             mixer, mlp = _at(self.mixers, layer), _at(self.mlps, layer)
             groups.setdefault((mixer, mlp, mlp and layer >= dense), []).append(layer)
-        names = {"attention": "", "recurrent": "recurrent_", "none": "mlp_"}
+        names = {"attention": "", "recurrent": "recurrent_", "absent": "mlp_"}
         return tuple(
             LayerRun(
                 f"{names[mixer]}{'dense_' if some_sparse and not sparse else ''}layers",
@@ -520,14 +520,14 @@ def _check_nested(config: DecoderConfig) -> None:
 
 
 def _check_mixers(config: DecoderConfig) -> None:
-    if not config.mixers or set(config.mixers) - {"attention", "recurrent", "none"}:
-        raise InputError(f"mixers={shown(config.mixers)}: use attention, recurrent or none")
+    if not config.mixers or set(config.mixers) - {"attention", "recurrent", "absent"}:
+        raise InputError(f"mixers={shown(config.mixers)}: use attention, recurrent or absent")
     if not config.mlps or not all(isinstance(has, bool) for has in config.mlps):
         raise InputError(f"mlps={shown(config.mlps)}: say which layers have an MLP")
     with_mlp: dict[Mixer, bool] = {}
     for layer in range(config.num_layers):
         mixer, mlp = _at(config.mixers, layer), _at(config.mlps, layer)
-        if mixer == "none" and not mlp:
+        if mixer == "absent" and not mlp:
             raise InputError(f"mlps: layer {layer} has neither a mixer nor an MLP")
         if with_mlp.setdefault(mixer, mlp) != mlp:
             raise InputError(

@@ -55,7 +55,7 @@ def _layer(config: DecoderConfig, run: LayerRun) -> dict[str, Any]:
         layer["attention"] = attention_table(config, config.hidden_size)
     elif run.mixer == "recurrent":
         layer["recurrence"] = _recurrence(config)
-    parts = ["attention"] * (run.mixer != "none") + ["mlp"] * run.mlp
+    parts = ["attention"] * (run.mixer != "absent") + ["mlp"] * run.mlp
     for part in parts:
         if config.norm.before:
             layer[f"{part}_norm"] = norm_table(config)

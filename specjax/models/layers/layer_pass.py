@@ -78,7 +78,7 @@ class LayerPass:
                 for name, before in carry.layer_inputs.items()
             }
         )
-        if run.mixer != "none":
+        if run.mixer != "absent":
             mix = self._attention if run.mixer == "attention" else self._recurrence
             carry = mix(index, weights, carry)
         after, chosen = carry.x, None

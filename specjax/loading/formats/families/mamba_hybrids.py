@@ -173,7 +173,7 @@ BAMBA = Family(
     ),
 )
 
-_BLOCKS = {recurrent.LINEAR: "recurrent", FULL: "attention", "mlp": "none"}
+_BLOCKS = {recurrent.LINEAR: "recurrent", FULL: "attention", "mlp": "absent"}
 _LETTERS = {"M": recurrent.LINEAR, "*": FULL, "-": "mlp", "E": "moe"}
 _OLDER_BLOCKS = {"mamba": recurrent.LINEAR, "attention": FULL}
 
@@ -234,7 +234,7 @@ def _read_gguf_blocks(fields: GgufFields, known: Values) -> Values:
     heads = fields.by_layer("attention.head_count_kv", layers)
     widths = fields.by_layer("feed_forward_length", layers)
     mixers = [
-        "attention" if heads[layer] else "none" if widths[layer] else "recurrent"
+        "attention" if heads[layer] else "absent" if widths[layer] else "recurrent"
         for layer in range(layers)
     ]
     return {
