@@ -4,17 +4,24 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from conformance.methods import LAYERS, target, target_with
 from conftest import slow, tiny_config
+from tiny_models import SOME, medusa_config
+from toy_training import two_rows, with_features
 
-from specjax import generate, make_drafter, theory
+from specjax import SamplingParams, generate, make_drafter, theory
 from specjax.core.cache import commit
+from specjax.core.prefill import prefill
+from specjax.engine.engine import Engine
 from specjax.errors import InputError
 from specjax.loading.load import random_model
 from specjax.models.config import Recurrence
 from specjax.models.decoder import Decoder
 from specjax.models.layers import recurrence
+from train.methods.medusa import MedusaLoss
+from train.methods.medusa2 import JointLoss, medusa2_method
 from train.methods.target_layers import some_layers
 
 SIZES = 32, 64
@@ -149,6 +156,82 @@ def test_layers_are_chosen_among_recurrent_ones(layers):
                 mixer = {"attention": "attention", "recurrent": "recurrence"}[run.mixer]
                 kernel = params[run.name][mixer]["output"]["kernel"]
                 assert len(kernel) == len(run.layers)
+
+
+@pytest.fixture(scope="module", params=[kind for kind in LAYERS if kind != "attention"])
+def long_model(request):
+    """Return a random model of many positions; some of its layers have attention."""
+    config = tiny_config(vocab_size=16, max_positions=2048, **LAYERS[request.param])
+    return random_model(config, 0, dtype="float32")
+
+
+def ids(seed, count):
+    return np.random.default_rng(seed).integers(16, size=count).tolist()
+
+
+def test_a_prompt_is_read_alike_in_chunks_of_any_size(long_model):
+    decoder, params = long_model.architecture, long_model.params
+    prompt, found = jnp.asarray([ids(0, 1100)], jnp.int32), []
+    for chunks in ((1024, 64), (64,), (7,)):
+        cache, _ = jax.jit(prefill, static_argnums=(0, 5))(
+            decoder, params, prompt, jnp.array([1100]), decoder.make_cache(1, 1152), chunks
+        )
+        found.append(cache.recurrent)
+    for other in found[1:]:
+        for one, again in zip(*map(jax.tree.leaves, (found[0], other)), strict=True):
+            assert jnp.abs(one - again).max() < 1e-4 * jnp.abs(one).max()
+
+
+def test_a_prompt_read_again_after_another_gives_its_tokens_again(long_model):
+    first, second = ids(0, 300), ids(1, 200)
+    prompts = (first, second, first, [*first[:200], *second[:90]])
+    params, outputs = SamplingParams(max_new_tokens=8, ignore_eos=True), []
+    for pages in ({}, dict(kv_page_size=64, num_kv_pages=20, enable_prefix_caching=True)):
+        engine = Engine(long_model, batch_size=2, max_length=512, **pages)
+        for prompt in prompts:
+            engine.add(prompt, params)
+            (output,) = [delta.output for delta in engine if delta.output is not None]
+            outputs.append(output.token_ids)
+    assert outputs[:4] == outputs[4:]
+    assert outputs[0] == outputs[2]
+    # The last page of the prompt that came again; of the other the states after 200 were not kept.
+    assert engine.statistics.shared_tokens == 256
+
+
+def test_a_model_without_attention_decodes():
+    config = tiny_config(vocab_size=16, **LAYERS["delta"] | {"mixers": ("recurrent",)})
+    model = random_model(config, 0, dtype="float32")
+    options = dict(max_new_tokens=20, ignore_eos=True, temperature=0.0)
+    plain = generate(model, [[1, 2, 1, 2, 1], [3, 4]], **options).token_ids
+    for name in ("ngram", "early_exit"):
+        drafter = make_drafter(name, model)
+        found = generate(model, [[1, 2, 1, 2, 1], [3, 4]], drafter=drafter, **options)
+        assert found.token_ids == plain
+
+
+@pytest.mark.parametrize("layers", ["delta", *slow("mamba2")])
+def test_heads_and_target_are_trained_through_recurrent_layers(layers):
+    """Texts packed in one row see nothing of each other; every parameter has a gradient."""
+    config = tiny_config(vocab_size=61, **LAYERS[layers])
+    model = random_model(config, 0, dtype="float32")
+    batch = with_features(model, two_rows(61))
+    together = batch.features["final_norm"]
+    alone = jax.tree.map(lambda leaf: leaf[:1, 10:21], (batch.tokens, batch.positions))
+    causal = jnp.tril(jnp.ones((1, 11, 11), bool))
+    second = model.architecture.extend(
+        model.params, *alone, None, None, 0, causal, features=("final_norm",)
+    ).features["final_norm"]
+    assert jnp.abs(together[:1, 10:21] - second).max() < 1e-5
+
+    heads = medusa_config(model, heads=2, ids=SOME)
+    method = medusa2_method(model, heads, SOME, MedusaLoss(), JointLoss(steps=8))
+    params = method.init(jax.random.key(0))
+    moved = {**params, "target": jax.tree.map(lambda leaf: 1.1 * leaf, params["target"])}
+    gradient = jax.jit(jax.grad(lambda *arguments: method.loss(*arguments)[0]))
+    grads = gradient(moved, model.params, batch, jax.random.key(0), jnp.int32(7))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
+        assert jnp.isfinite(leaf).all(), jax.tree_util.keystr(path)
+        assert leaf.any(), jax.tree_util.keystr(path)
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ class SlidingWindow:
 class Mlp:
     """The activation of the MLP, and whether a second projection gates it.
 
-    `gelu_tanh` is GELU approximated by tanh (GPT-2's `gelu_new`), `gelu` the exact function, and
+    `gelu_tanh` is GELU approximated by tanh (GPT-2's `gelu_new`), `gelu` the exact function,
     `relu2` the square of ReLU, and `gelu_sigmoid` x sigmoid(1.702 x). With a `limit` c, the gate is
     at most c and what it gates within -c and c; to the latter `offset` is added (both gpt-oss).
     """
@@ -163,10 +163,9 @@ class Experts:
     their sum with `normalize`, times `scale`. With `selection_bias`, a bias per expert affects the
     selection but not the scores (2408.15664). With `groups`, experts are selected only from the
     `groups_per_token` groups with the largest sums of their `group_scores` best scores
-    (2412.19437).
-    `shared_size` is the width of an MLP that is added for every token, or 0; with `shared_gate` its
-    result is multiplied by the sigmoid of a product of the input with a vector (Qwen3-Next). With
-    `bias` the router and the experts have biases.
+    (2412.19437). `shared_size` is the width of an MLP that is added for every token, or 0; with
+    `shared_gate` its result is multiplied by the sigmoid of a product of the input with a vector
+    (Qwen3-Next). With `bias` the router and the experts have biases.
     """
 
     num_experts: int

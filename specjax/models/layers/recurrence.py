@@ -131,6 +131,7 @@ class RecurrentLayer:
     def _convolution(
         self, h: Float[Array, "B T D"], weights: dict[str, Any], tokens: RecurrentPass
     ) -> Mixed:
+        """Return a gated convolution (LFM2): one gate before it, and one after."""
         before, after, x = jnp.split(self.layer.project("btd,dn->btn", h, weights["input"]), 3, 2)
         x, tokens = self._convolved(before * x, weights, tokens)
         return self.layer.project("btn,nd->btd", after * x, weights["output"]), tokens.window
@@ -138,6 +139,7 @@ class RecurrentLayer:
     def _delta(
         self, h: Float[Array, "B T D"], weights: dict[str, Any], tokens: RecurrentPass
     ) -> Mixed:
+        """Return the gated delta rule, as Qwen3-Next has it: results are normed, then gated."""
         recurrence, shape = self.recurrence, h.shape[:2]
         groups, width = recurrence.key_heads, recurrence.key_width
         heads, value_width = recurrence.value_heads, recurrence.value_width
@@ -172,6 +174,7 @@ class RecurrentLayer:
     def _mamba2(
         self, h: Float[Array, "B T D"], weights: dict[str, Any], tokens: RecurrentPass
     ) -> Mixed:
+        """Return Mamba-2: results are gated, then normed by groups of heads that share keys."""
         recurrence, shape = self.recurrence, h.shape[:2]
         groups, width = recurrence.key_heads, recurrence.key_width
         heads, value_width = recurrence.value_heads, recurrence.value_width

@@ -32,6 +32,16 @@ def _read_gguf_rest(fields: GgufFields, known: Values) -> Values:
     return {"intermediate_size": mlp_width(fields)}
 
 
+MULTIPLIERS = (
+    schema.number("embedding.scale", "embedding_multiplier", "embedding_scale", 1.0, 1.0),
+    schema.number(
+        "attention.query_scale", "attention_multiplier", "attention.scale", 1.0, usual_scale
+    ),
+    schema.number("residual_scale", "residual_multiplier", "residual_scale", 1.0, 1.0),
+    schema.number("logit_divisor", "logits_scaling", "logit_scale", 1.0, 1.0),
+)
+"""The multipliers of embeddings, scores, residuals and logits."""
+
 GRANITE = Family(
     model_type="granite",
     architecture="GraniteForCausalLM",
@@ -41,12 +51,7 @@ GRANITE = Family(
         schema.rope(),
         schema.ATTENTION_BIAS,
         schema.MLP_BIAS,
-        schema.number("embedding.scale", "embedding_multiplier", "embedding_scale", 1.0, 1.0),
-        schema.number(
-            "attention.query_scale", "attention_multiplier", "attention.scale", 1.0, usual_scale
-        ),
-        schema.number("residual_scale", "residual_multiplier", "residual_scale", 1.0, 1.0),
-        schema.number("logit_divisor", "logits_scaling", "logit_scale", 1.0, 1.0),
+        *MULTIPLIERS,
         schema.SILU,
     ),
     tensors=table("huggingface"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from specjax.loading.formats.families import recurrent, schema
-from specjax.loading.formats.families.granite import mlp_width, usual_scale
+from specjax.loading.formats.families.granite import MULTIPLIERS, mlp_width
 from specjax.loading.formats.families.schema import FULL, Part, Values
 from specjax.loading.formats.families.tensor_names import table
 from specjax.loading.formats.family import Family, GgufLayout
@@ -99,12 +99,7 @@ GRANITE_HYBRID = Family(
         schema.rope(),
         Part(_read_positions, _write_positions, _read_gguf_positions),
         schema.ATTENTION_BIAS,
-        schema.number("embedding.scale", "embedding_multiplier", "embedding_scale", 1.0, 1.0),
-        schema.number(
-            "attention.query_scale", "attention_multiplier", "attention.scale", 1.0, usual_scale
-        ),
-        schema.number("residual_scale", "residual_multiplier", "residual_scale", 1.0, 1.0),
-        schema.number("logit_divisor", "logits_scaling", "logit_scale", 1.0, 1.0),
+        *MULTIPLIERS,
         recurrent.layer_types(
             recurrent.LINEAR, _all_recurrent, _LEGACY, read_gguf=recurrent.by_kv_heads
         ),
