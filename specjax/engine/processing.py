@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,41 +44,35 @@ class ProcessorField:
         return value
 
 
-_ORDER = (TokenBias(), MinTokens(), NoRepeatNgrams(), Penalties(), ForcedTokens())
-"""The processors in the order in which they are applied, which is vLLM's."""
+_FIELDS: dict[Processor, tuple[str, ...]] = {
+    TokenBias(): ("logit_bias", "allowed_token_ids", "banned_token_ids"),
+    MinTokens(): ("min_tokens",),
+    NoRepeatNgrams(): ("no_repeat_ngram_size",),
+    Penalties(): ("repetition_penalty", "frequency_penalty", "presence_penalty"),
+    ForcedTokens(): ("forced_token_ids",),
+}
+"""The sampling parameters that need a processor, by processor.
 
-
-PROCESSED = (
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
-    *("banned_token_ids", "allowed_token_ids", "min_tokens", "no_repeat_ngram_size"),
-    "forced_token_ids",
-)
-"""The sampling parameters that need a processor."""
+The processors are in the order in which they are applied, which is vLLM's.
+"""
+PROCESSED = tuple(itertools.chain(*_FIELDS.values()))
+"""The sampling parameters that need some processor."""
 
 
 def processors_of(sampling: Iterable[SamplingParams]) -> tuple[Processor, ...]:
     """Return the processors that some of the requests need, in the order of their application."""
-    needed: set[Processor] = set()
-    for params in sampling:
-        if params.logit_bias or params.banned_token_ids or params.allowed_token_ids:
-            needed.add(TokenBias())
-        if params.min_tokens:
-            needed.add(MinTokens())
-        if params.no_repeat_ngram_size:
-            needed.add(NoRepeatNgrams())
-        if (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (
-            *(1.0, 0.0, 0.0),
-        ):
-            needed.add(Penalties())
-        if params.forced_token_ids:
-            needed.add(ForcedTokens())
-    return tuple(processor for processor in _ORDER if processor in needed)
+    default, given = SamplingParams(), list(sampling)
+
+    def asked(name: str) -> bool:
+        return any(getattr(params, name) != getattr(default, name) for params in given)
+
+    return tuple(processor for processor, names in _FIELDS.items() if any(map(asked, names)))
 
 
 def union(first: Sequence[Processor], second: Sequence[Processor]) -> tuple[Processor, ...]:
     """Return the processors in either of two sequences, a user's own of the first one first."""
-    own = [processor for processor in first if processor not in _ORDER]
-    return (*own, *(processor for processor in _ORDER if processor in (*first, *second)))
+    own = [processor for processor in first if processor not in _FIELDS]
+    return (*own, *(processor for processor in _FIELDS if processor in (*first, *second)))
 
 
 def requested_arrays(
