@@ -194,8 +194,10 @@ def test_a_prompt_read_again_after_another_gives_its_tokens_again(long_model):
             outputs.append(output.token_ids)
     assert outputs[:4] == outputs[4:]
     assert outputs[0] == outputs[2]
-    # The last page of the prompt that came again; of the other the states after 200 were not kept.
+    # Of the last prompt 192 tokens are in pages, but no state was kept there.
     assert engine.statistics.shared_tokens == 256
+    assert engine.statistics.reread_tokens == 192
+    assert "192 found without a state after them" in str(engine.statistics.summary())
 
 
 def test_a_model_without_attention_decodes():

@@ -453,6 +453,7 @@ class Engine:
                     if reading is None:
                         return
                     self.statistics.shared_tokens += reading.num_shared
+                    self.statistics.reread_tokens += reading.num_reread
             reading = self._scheduler.reading
             if not reading.begun:
                 self._begin(reading)

@@ -182,7 +182,25 @@ class PagePool:
             held.states.clear()
 
     def _prefix(self, tokens: Sequence[int], most: int) -> list[tuple[int, int]]:
-        """Return the known pages with the first `tokens`, each with its serial number."""
+        """Return the known pages with the first `tokens` that a row can continue after.
+
+        Each is beside its serial number.
+        """
+        found = self._known_pages(tokens, most)
+        while self.num_states is not None and found and found[-1][1] not in self._states:
+            found.pop()
+        return found
+
+    def without_state(self, tokens: Sequence[int], most: int) -> int:
+        """Return how many of the first `tokens` are in known pages after which no row can continue.
+
+        No state of recurrent layers was kept there.
+        """
+        pages = len(self._known_pages(tokens, most)) - len(self._prefix(tokens, most))
+        return pages * self.size
+
+    def _known_pages(self, tokens: Sequence[int], most: int) -> list[tuple[int, int]]:
+        """Return all known pages with the first `tokens`, each with its serial number."""
         found: list[tuple[int, int]] = []
         while self.following is not None:
             end = (len(found) + 1) * self.size
@@ -193,8 +211,6 @@ class PagePool:
             if known is None:
                 break
             found.append(known)
-        while self.num_states is not None and found and found[-1][1] not in self._states:
-            found.pop()
         return found
 
     def _page_key(
@@ -288,6 +304,10 @@ class RowPages:
         reserved = pool.reserve(row, self._cached(row, 0))
         assert reserved
         return found
+
+    def without_state(self, row: Row) -> int:
+        """Return how many tokens of a row that begins pages have, but after which no state is."""
+        return self._pool_of[row].without_state(row.tokens, row.num_tokens - 2)
 
     def kept(self, row: Row) -> Any:
         """Return the states of recurrent layers where a row begins, None if none were kept."""

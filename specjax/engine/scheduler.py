@@ -26,13 +26,15 @@ class Reading:
     """Rows whose prompts are being read, by slot; all are read together, up to `position`.
 
     `begun` says whether the devices have them. The first `num_shared` tokens of each were found in
-    pages, added up, and `states` are those of recurrent layers after them.
+    pages, added up, and `states` are those of recurrent layers after them. `num_reread` were found
+    too, but are read again, since the state after them was not kept.
     """
 
     rows: dict[int, Row]
     position: int = 0
     begun: bool = False
     num_shared: int = 0
+    num_reread: int = 0
     states: Sequence[KVCache] = ()
 
     @property
@@ -144,6 +146,7 @@ class Scheduler:
             reading.position = self.pages.begin(row, slot)
             reading.states = self.pages.kept(row) or ()
             reading.num_shared += reading.position
+            reading.num_reread += self.pages.without_state(row)
         self.reading = reading if pools else None
         return self.reading
 

@@ -65,8 +65,9 @@ class EngineSummary:
     `waiting` until its prompt began to be read, `first_token`, and `total` until its end, without
     aborted requests. `between_tokens` is the time between two reads of a request's tokens, divided
     by the number of tokens read. `prompt_tokens` were read before their rows decoded, and
-    `shared_tokens` were found in pages instead; `put_back` counts how often a row was preempted: it
-    gave up its pages, and waited until it could be read again.
+    `shared_tokens` were found in pages instead; `reread_tokens` of the former were found, too, but
+    no state of recurrent layers had been kept after them. `put_back` counts how often a row was
+    preempted: it gave up its pages, and waited until it could be read again.
     """
 
     requests: int
@@ -78,6 +79,7 @@ class EngineSummary:
     compile_s: float
     prompt_tokens: int
     shared_tokens: int
+    reread_tokens: int
     put_back: int
     tokens_per_second: float | None
     occupancy: float | None
@@ -91,6 +93,8 @@ class EngineSummary:
         """Return a small table."""
         aborted = f", {self.aborted} of them aborted" if self.aborted else ""
         shared = f", {self.shared_tokens} more found in pages" if self.shared_tokens else ""
+        if self.reread_tokens:
+            shared += f"; {self.reread_tokens} found without a state after them, and read again"
         busy = f"{_number(self.occupancy, '.0%')} of slots and rounds"
         if self.occupancy_waiting is not None:
             busy += f", {self.occupancy_waiting:.0%} while requests waited"
@@ -134,6 +138,7 @@ class Statistics:
     compile_s: float = 0.0
     prompt_tokens: int = 0
     shared_tokens: int = 0
+    reread_tokens: int = 0
     put_back: int = 0
     steps: deque[Step] = field(default_factory=lambda: deque(maxlen=_KEPT))
     waiting_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
@@ -185,6 +190,7 @@ class Statistics:
             compile_s=self.compile_s,
             prompt_tokens=self.prompt_tokens,
             shared_tokens=self.shared_tokens,
+            reread_tokens=self.reread_tokens,
             put_back=self.put_back,
             tokens_per_second=self.tokens_per_second,
             occupancy=self._occupancy(self.steps),
