@@ -158,10 +158,12 @@ def verify_draft(
 
     def target(slots: Int[Array, "B"]) -> Float[Array, "B V"]:
         own = logits_at(slots)
-        # Where no token can follow, the path is cut afterwards. Until then it needs some
-        # distribution: rules would not let a path end there that has the target's own probability.
-        some_left = jnp.isfinite(jnp.max(own, axis=1, keepdims=True))
-        return warp_rows(jnp.where(some_left, own, 0), state.rows.sampling, plan.flags)
+        if plan.processors:
+            # Where no token can follow, the path is cut afterwards. Until then it needs some
+            # distribution: without one, `block` would give no path that ends there its probability.
+            some_left = jnp.isfinite(jnp.max(own, axis=1, keepdims=True))
+            own = jnp.where(some_left, own, 0)
+        return warp_rows(own, state.rows.sampling, plan.flags)
 
     if not plan.flags.sampled and plan.rule.greedy_walk and not plan.processors:
         verification = sampling.walk_greedy(tree, sampling.argmax(logits, largest))
