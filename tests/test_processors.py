@@ -31,6 +31,7 @@ from specjax.methods.ngram import Ngram
 from specjax.methods.suffix import Suffix
 from specjax.processors import (
     ForcedTokens,
+    Grammar,
     MinTokens,
     NoRepeatNgrams,
     Penalties,
@@ -213,12 +214,21 @@ def test_tokens_are_those_of_plain_decoding(name, sampled, tiny, similar):
     assert (np.asarray(found.accepted) > 0).any()
 
 
+GRAMMAR = {
+    "classes": np.array([0, 1, 2], np.int32),
+    "successors": np.array([[1, 0, 2], [2, -1, 0], [-1, 1, 2]], np.int16),
+    "least": np.array([1, 2, 0], np.int32),
+    "drafts": np.array([-1, 2, -1], np.int32),
+    "room": np.int32(5),
+}
+"""The table of a row: what may follow differs after each token, and less near its end."""
 REQUESTED = {
     "penalties": (Penalties(), {"repetition": 1.7, "presence": 0.6, "frequency": -0.4}),
     "bias": (TokenBias(), [0.5, -np.inf, -1.0]),
     "min_tokens": (MinTokens(), {"least": 3, "stop_ids": [2, -1]}),
     "ngrams": (NoRepeatNgrams(), 3),
     "forced": (ForcedTokens(), [1, 2, 0, 1, -1]),
+    "grammar": (Grammar(3, 3), None),
 }
 SHAPES = {"chain": "chain", "tree": Topology((0, 0, 1, 1)), "wide": Topology((0, 0, 0, 2))}
 
@@ -226,6 +236,8 @@ SHAPES = {"chain": "chain", "tree": Topology((0, 0, 1, 1)), "wide": Topology((0,
 def requested(name):
     """A processor, and the arrays that it reads of one row of three tokens."""
     processor, values = REQUESTED[name]
+    if values is None:
+        return processor, jax.tree.map(lambda array: array[None], GRAMMAR)
 
     def row(value):
         array = np.asarray(value)
@@ -249,6 +261,7 @@ USUAL = [
     *(("penalties", "tree", rule) for rule in ("block", "coupled")),
     ("ngrams", "tree", "rejection"),
     ("forced", "wide", "block"),
+    ("grammar", "tree", "block"),
 ]
 ALL = [
     (name, shape, rule)
@@ -311,7 +324,12 @@ def at_the_root_only(processors, states, logits_at, tokens, topology):
     ],
 )
 @pytest.mark.parametrize(
-    ("name", "shape"), [("penalties", "tree"), *slow(("ngrams", "chain"), ("penalties", "wide"))]
+    ("name", "shape"),
+    [
+        ("penalties", "tree"),
+        ("grammar", "tree"),
+        *slow(("ngrams", "chain"), ("penalties", "wide"), ("grammar", "chain")),
+    ],
 )
 def test_broken_variants_are_found(broken, name, shape, monkeypatch):
     if broken in (without_the_bonus_token, at_the_root_only):

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 from specjax.core.cache import KVCache
 from specjax.core.language_model import LanguageModel
 from specjax.core.parameter_sizes import count_weights, is_quantized, weights_in_words
+from specjax.core.processor import Processor
 from specjax.distributed.sharding import constrain
 from specjax.errors import InputError, shown
 from specjax.sampling import SeparateNoise, SharedNoise, WarpFlags, argmax, warp
@@ -93,6 +94,10 @@ class Context:
     least_confidence: Float[Array, ""] | float = 0.0
     resumes: bool = struct.field(pytree_node=False, default=False)
     """Whether verification resumes the pass of a draft that has a `PartialPass`."""
+    processors: tuple[Processor, ...] = struct.field(pytree_node=False, default=())
+    """What changes the target's logits."""
+    processor_states: tuple[Any, ...] = ()
+    """The states of the processors after the committed tokens."""
 
     def token_at(self, position: Int[Array, "B"]) -> Int[Array, "B"]:
         """Return each row's committed token at `position`; its first token if that is negative."""

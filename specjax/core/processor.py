@@ -70,6 +70,13 @@ class Processor:
         del state
         return jnp.ones(tokens.shape, bool)
 
+    def draft(self, state: Any) -> Int[Array, "B"]:
+        """Return a token that is likely to be next in each row, -1 where none is known.
+
+        The method `forced` drafts it; the output does not depend on it.
+        """
+        return jnp.full(len(jax.tree.leaves(state)[0]), -1)
+
 
 def one_by_one(
     step: Callable[[Any, Int[Array, "B"]], Any],

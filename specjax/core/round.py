@@ -263,6 +263,8 @@ def make_context(plan: LoopPlan, params: Any, state: State) -> Context:
         longest_commit=plan.drafter.num_speculative_tokens + 1,
         full_drafts=plan.full_drafts,
         resumes=plan.resumes,
+        processors=plan.processors,
+        processor_states=state.processors,
     )
 
 

@@ -26,7 +26,8 @@ from specjax.core.state import (
 from specjax.distributed.sharding import first_device
 from specjax.engine.length_control import time_steps
 from specjax.engine.plan import DecodePlan, flags_of
-from specjax.engine.processing import processors_of, union
+from specjax.engine.grammars import table_of
+from specjax.engine.processing import carried_over, processors_of, union
 from specjax.engine.programs import (
     Programs,
     compile_plan,
@@ -127,7 +128,9 @@ class DeviceRows:
         able = replace(
             loop,
             flags=flags,
-            processors=union(loop.processors, processors_of([sampling])),
+            processors=union(
+                loop.processors, processors_of([sampling], [table_of(self.plan.model, sampling)])
+            ),
             logprobs=loop.logprobs or sampling.logprobs,
         )
         if able != loop:
@@ -155,9 +158,9 @@ class DeviceRows:
                 return None
             *_, requested = row_arguments(plan, [], len(state.length))
             states = processor_states(plan, state, requested)
-            before = zip(self.plan.loop.processors, state.processors, strict=True)
-            kept = dict(zip(plan.loop.processors, states, strict=True)) | dict(before)
-            return state.replace(processors=tuple(kept[one] for one in plan.loop.processors))
+            before = self.plan.loop.processors, state.processors
+            carried = carried_over(*before, plan.loop.processors, states)
+            return state.replace(processors=carried)
 
         self._state, self._new = with_states(self._state), with_states(self._new)
 

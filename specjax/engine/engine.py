@@ -27,6 +27,7 @@ from specjax.engine.device_rows import DeviceRows
 from specjax.engine.length_control import LengthControl, step_record
 from specjax.engine.options import DecodeOptions, read_arguments, read_sampling
 from specjax.engine.outputs import ABORTED, Delta, RequestId
+from specjax.engine.grammars import table_of
 from specjax.engine.plan import DecodePlan, check_length, check_sampling, plan_engine, round_up
 from specjax.engine.programs import Programs
 from specjax.engine.requests import (
@@ -253,7 +254,8 @@ class Engine:
         tokenizer = self.plan.model.tokenizer
         for request in requests:
             name = request.number if id is None else id
-            self._scheduler.add(Row(name, request, tokenizer, now))
+            grammar = table_of(self.plan.model, request.sampling)
+            self._scheduler.add(Row(name, request, tokenizer, now, grammar))
 
     def step(self) -> list[Delta]:
         """Decode a few rounds; return the new output of each request.

@@ -10,7 +10,7 @@ from specjax.core.state import Rounds
 from specjax.core.turn_taking import NO_DRAFTER
 from specjax.loading.model import Model
 
-ABORTED, ERROR = "abort", "error"
+ABORTED, ERROR, GRAMMAR = "abort", "error", "grammar"
 """The finish reasons of a request that was aborted, and of one that failed."""
 NO_TOKEN_LEFT = "its sampling parameters, or processors, allow no further token"
 """Why a row failed that its own request left no token."""
@@ -45,7 +45,8 @@ class Output:
     """The complete output of a request.
 
     `token_ids` are the new tokens, stop token included. `finish_reason` is "stop", "length",
-    "abort", or "error" if the target's logits were not finite or tokens have no text (then
+    "abort", "grammar" if other constraints allow none of the tokens with which its grammar
+    continues, or "error" if the target's logits were not finite or tokens have no text (then
     `text_error` says why). `rounds` are the counts of the row's own rounds, arrays [R], the first
     of which was the engine's round `first_round`. `logprobs` is None unless requested. `lossy` says
     that the rule, such as `typical`, changed the distribution of the tokens.

@@ -31,6 +31,7 @@ from specjax.distributed.sharding import (
 )
 from specjax.drafters import DRAFTER_KIND, Drafter, LoadedDrafter, Turns
 from specjax.engine.options import DecodeOptions
+from specjax.engine.grammars import table_of
 from specjax.engine.processing import check_processing, check_shapes, processors_of, union
 from specjax.engine.requests import (
     Prompts,
@@ -39,6 +40,7 @@ from specjax.engine.requests import (
     as_prompts,
     encode_prompt,
     one_per_prompt,
+    stop_ids,
 )
 from specjax.errors import InputError
 from specjax.loading.model import MODEL_KIND, Model
@@ -139,7 +141,7 @@ class DecodePlan:
 
     def stop_ids(self, sampling: SamplingParams) -> tuple[int, ...]:
         """Return the ids of the tokens that end a request's output."""
-        return _stop_ids(self.model, sampling)
+        return stop_ids(self.model, sampling)
 
     def controlled_by(self, controller: Controller | None) -> DecodePlan:
         """Return the plan with `controller` for draft lengths; None stands for fixed lengths."""
@@ -247,9 +249,9 @@ def plan_rows(
         replace(options, max_length=longest),
         capacity=min(num_tokens, longest),
         flags=flags_of(sampling),
-        processors=processors_of(sampling),
+        processors=processors_of(sampling, [table_of(target, params) for params in sampling]),
         logprobs=any(params.logprobs for params in sampling),
-        num_stop_ids=max(_STOP_IDS, *(len(_stop_ids(target, params)) for params in sampling)),
+        num_stop_ids=max(_STOP_IDS, *(len(stop_ids(target, params)) for params in sampling)),
     )
 
 
@@ -387,6 +389,7 @@ def check_sampling(target: Model, sampling: SamplingParams) -> None:
     if target.tokenizer is None and sampling.stop:
         raise InputError(f"sampling.stop: {target.name} has no tokenizer; use stop_token_ids")
     check_processing(sampling, target.config.vocab_size)
+    table_of(target, sampling)
 
 
 def _lengths(options: DecodeOptions, drafter: Turns, platform: str) -> dict[str, Any]:
@@ -409,11 +412,6 @@ def widths(most: int, platform: str) -> tuple[int, ...]:
     """
     half = {1 + -(-most // 2)} if platform == "cpu" else set()
     return tuple(sorted({1, *half, 1 + most}))
-
-
-def _stop_ids(model: Model, sampling: SamplingParams) -> tuple[int, ...]:
-    end_ids = () if sampling.ignore_eos else model.ends
-    return tuple(dict.fromkeys((*end_ids, *sampling.stop_token_ids)))
 
 
 def longest_row(target: Model, max_length: int | None) -> int:

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Array, Int
 
 from specjax.core.processor import NewRows, Processor
-from specjax.engine.requests import SamplingParams
+from specjax.engine.requests import GRAMMARS, SamplingParams
 from specjax.errors import InputError, one_line, shown
-from specjax.processors import ForcedTokens, MinTokens, NoRepeatNgrams, Penalties, TokenBias
+from specjax.grammars.token_table import DEAD, TokenTable
+from specjax.processors import (
+    ForcedTokens,
+    Grammar,
+    MinTokens,
+    NoRepeatNgrams,
+    Penalties,
+    TokenBias,
+)
 
 _OWN_PROCESSOR = (
     "subclass specjax.processors.Processor as a frozen dataclass with a method apply(self, state, "
@@ -44,35 +53,91 @@ class ProcessorField:
         return value
 
 
-_FIELDS: dict[Processor, tuple[str, ...]] = {
-    TokenBias(): ("logit_bias", "allowed_token_ids", "banned_token_ids"),
-    MinTokens(): ("min_tokens",),
-    NoRepeatNgrams(): ("no_repeat_ngram_size",),
-    Penalties(): ("repetition_penalty", "frequency_penalty", "presence_penalty"),
-    ForcedTokens(): ("forced_token_ids",),
+_KINDS: dict[type[Processor], tuple[str, ...]] = {
+    TokenBias: ("logit_bias", "allowed_token_ids", "banned_token_ids"),
+    MinTokens: ("min_tokens",),
+    NoRepeatNgrams: ("no_repeat_ngram_size",),
+    Grammar: GRAMMARS,
+    Penalties: ("repetition_penalty", "frequency_penalty", "presence_penalty"),
+    ForcedTokens: ("forced_token_ids",),
 }
-"""The sampling parameters that need a processor, by processor.
+"""The sampling parameters that need a processor, by its class.
 
 The processors are in the order in which they are applied, which is vLLM's.
 """
-PROCESSED = tuple(itertools.chain(*_FIELDS.values()))
+PROCESSED = tuple(itertools.chain(*_KINDS.values()))
 """The sampling parameters that need some processor."""
+_ANY_TEXT = TokenTable(
+    classes=np.zeros(1, np.int32),
+    successors=np.zeros((1, 1), np.int16),
+    least=np.zeros(1, np.int32),
+    drafts=np.full(1, DEAD, np.int32),
+)
+"""The table of rows without a grammar: each token is allowed, and the output may end anywhere."""
 
 
-def processors_of(sampling: Iterable[SamplingParams]) -> tuple[Processor, ...]:
-    """Return the processors that some of the requests need, in the order of their application."""
-    default, given = SamplingParams(), list(sampling)
+def processors_of(
+    sampling: Sequence[SamplingParams], tables: Sequence[TokenTable | None] = ()
+) -> tuple[Processor, ...]:
+    """Return the processors that some of the requests need, in the order of their application.
+
+    `tables` are those of their grammars.
+    """
+    default = SamplingParams()
 
     def asked(name: str) -> bool:
-        return any(getattr(params, name) != getattr(default, name) for params in given)
+        return any(getattr(params, name) != getattr(default, name) for params in sampling)
 
-    return tuple(processor for processor, names in _FIELDS.items() if any(map(asked, names)))
+    found = [kind for kind, names in _KINDS.items() if any(map(asked, names))]
+    grammars = [Grammar(*map(_room, one.successors.shape)) for one in tables if one is not None]
+    return union([kind() for kind in found], grammars)
+
+
+def _room(size: int) -> int:
+    """Return the least power of four that is at least `size`, so that programs are shared."""
+    return 1 << 2 * math.ceil(math.log2(size) / 2)
 
 
 def union(first: Sequence[Processor], second: Sequence[Processor]) -> tuple[Processor, ...]:
-    """Return the processors in either of two sequences, a user's own of the first one first."""
-    own = [processor for processor in first if processor not in _FIELDS]
-    return (*own, *(processor for processor in _FIELDS if processor in (*first, *second)))
+    """Return the processors in either of two sequences, a user's own of the first one first.
+
+    A grammar has room for the tables of both.
+    """
+    own = [processor for processor in first if type(processor) not in _KINDS]
+    joined = []
+    for kind in _KINDS:
+        given = [processor for processor in (*first, *second) if type(processor) is kind]
+        if given and kind is Grammar:
+            sizes = [(one.num_states, one.num_classes) for one in given]
+            given = [Grammar(*map(max, *sizes))] if len(sizes) > 1 else given
+        joined += given[:1]
+    return (*own, *joined)
+
+
+def carried_over(
+    before: Sequence[Processor],
+    states: Sequence[Any],
+    after: Sequence[Processor],
+    fresh: Sequence[Any],
+) -> tuple[Any, ...]:
+    """Return the states of the processors `after`, those of rows that had the processors `before`.
+
+    `states` are theirs until now. `fresh` are those of rows that ask for nothing, which they have
+    of processors that they did not have.
+    """
+    kept = dict(zip(before, states, strict=True))
+    grammar = next((state for one, state in kept.items() if isinstance(one, Grammar)), None)
+    return tuple(
+        jax.tree.map(_within, grammar, new)
+        if isinstance(one, Grammar) and grammar is not None
+        else kept.get(one, new)
+        for one, new in zip(after, fresh, strict=True)
+    )
+
+
+def _within(old: Array, new: Array) -> Array:
+    """Return `old` with the padding that the larger array `new` has."""
+    return jax.lax.dynamic_update_slice(new, old, [0] * old.ndim)
 
 
 def requested_arrays(
@@ -81,11 +146,13 @@ def requested_arrays(
     stop_ids: Int[np.ndarray, "B stops"],
     capacity: int,
     vocab_size: int,
+    tables: Sequence[TokenTable | None] = (),
+    room: Int[np.ndarray, "B"] | None = None,
 ) -> tuple[Any, ...]:
     """Return the `NewRows.requested` of each processor for rows with these sampling parameters.
 
     `stop_ids` are the tokens that end each row, padded with -1, and rows have up to `capacity`
-    tokens.
+    tokens. `tables` are those of the rows' grammars, and `room` is the most new tokens of each.
     """
 
     def numbers(name: str, dtype: type) -> np.ndarray:
@@ -98,6 +165,8 @@ def requested_arrays(
             return {"least": numbers("min_tokens", np.int32), "stop_ids": stop_ids}
         if processor == NoRepeatNgrams():
             return numbers("no_repeat_ngram_size", np.int32)
+        if isinstance(processor, Grammar):
+            return _padded_tables(processor, tables, room, vocab_size)
         if processor == Penalties():
             return {
                 name: numbers(f"{name}_penalty", np.float32)
@@ -112,6 +181,28 @@ def requested_arrays(
         return ()
 
     return tuple(map(of, processors))
+
+
+def _padded_tables(
+    processor: Grammar,
+    tables: Sequence[TokenTable | None],
+    room: Int[np.ndarray, "B"],
+    vocab_size: int,
+) -> dict[str, np.ndarray]:
+    """Return the arrays that a grammar reads: each row's table, and its most new tokens."""
+    rows, states, classes = len(tables), processor.num_states, processor.num_classes
+    padded = {
+        "classes": np.zeros((rows, vocab_size), np.int32),
+        "successors": np.full((rows, states, classes), DEAD, np.int16),
+        "least": np.zeros((rows, states), np.int32),
+        "drafts": np.full((rows, states), DEAD, np.int32),
+    }
+    for row, table in enumerate(tables):
+        table = _ANY_TEXT if table is None else table
+        for name, array in padded.items():
+            own = getattr(table, name)
+            array[row][tuple(map(slice, own.shape))] = own
+    return padded | {"room": np.asarray(room, np.int32)}
 
 
 def _bias(params: SamplingParams, vocab_size: int) -> np.ndarray:

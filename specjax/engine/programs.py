@@ -50,6 +50,7 @@ from specjax.distributed.sharding import (
     place_rows,
     use,
 )
+from specjax.engine.grammars import table_of
 from specjax.engine.plan import DecodePlan
 from specjax.engine.processing import requested_arrays
 from specjax.engine.requests import Request, SamplingParams
@@ -123,19 +124,28 @@ def row_arguments(
     length = placed([len(row.tokens) for row in rows])
     status = placed([STOPPED if request is None else RUNNING for request in given])
     rounds = placed([row.rounds for row in rows])
-    return placed(tokens), fixed, length, status, rounds, _requested(plan, sampling, stop_ids)
+    requested = _requested(plan, sampling, stop_ids, max_length - prompt_lengths)
+    return placed(tokens), fixed, length, status, rounds, requested
 
 
 def _requested(
-    plan: DecodePlan, sampling: Sequence[SamplingParams], stop_ids: Int[np.ndarray, "B stops"]
+    plan: DecodePlan,
+    sampling: Sequence[SamplingParams],
+    stop_ids: Int[np.ndarray, "B stops"],
+    room: Int[np.ndarray, "B"],
 ) -> tuple[Any, ...]:
-    """Return the arrays that each processor of a plan reads of rows with these parameters."""
+    """Return the arrays that each processor of a plan reads of rows with these parameters.
+
+    `room` is the most new tokens of each row.
+    """
     arrays = requested_arrays(
         plan.loop.processors,
         sampling,
         stop_ids,
         plan.loop.capacity,
         plan.model.config.vocab_size,
+        [table_of(plan.model, params) for params in sampling],
+        room,
     )
     return jax.tree.map(lambda array: place_rows(array, where=plan.placement), arrays)
 

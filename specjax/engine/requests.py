@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, TypeVar
@@ -9,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 import numpy as np
 from jaxtyping import Array, Key
 
-from specjax.errors import InputError, shown
+from specjax.errors import InputError, one_line, shown
 from specjax.fields import (
     INT32_MAX,
     Choice,
@@ -23,6 +24,7 @@ from specjax.fields import (
     unknown_name,
     with_meanings,
 )
+from specjax.files.json_files import parse_json
 from specjax.loading.model import Model
 from specjax.sampling import row_key, sample_key
 
@@ -78,9 +80,29 @@ class TokenBiases:
         return tuple(sorted(checked.items()))
 
 
+@dataclass(frozen=True)
+class JsonSchema:
+    """The field type of JSON schemas, as their text or as the values that it stands for."""
+
+    def check(self, name: str, value: Any) -> str:
+        """Return a schema as its text. Raises InputError, which names the field `name`."""
+        remedy = "use a JSON schema, as an object or its text"
+        if isinstance(value, str):
+            value = parse_json(value, name, remedy)
+        if not isinstance(value, Mapping | bool):
+            raise InputError(f"{name}={shown(value)}: {remedy}")
+        try:
+            return json.dumps(value, ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InputError(f"{name}: {one_line(error):.160}; {remedy}") from None
+
+
 _STOP = Items(Text(blank=True), remedy="use strings that are not empty")
+_CHOICE = Items(Text(blank=True), remedy="use texts that are not empty")
 _TOKENS = Items(Whole(), remedy="use token ids, whole numbers of at least 0")
 
+GRAMMARS = ("regex", "json_schema", "choice")
+"""The fields that say which outputs there may be, of which a request has at most one."""
 _LISTS = (
     "stop_token_ids",
     "logit_bias",
@@ -144,6 +166,14 @@ class SamplingParams:
     """The size of n-grams that prompt and output together never have twice; 0 is off."""
     forced_token_ids: Annotated[Sequence[int] | None, _TOKENS] = ()
     """Tokens with which the output begins, whatever other parameters say."""
+    regex: Annotated[str | None, optional(Text(blank=True))] = None
+    """A regular expression that the whole output matches."""
+    json_schema: Annotated[Mapping[str, Any] | str | bool | None, optional(JsonSchema())] = None
+    """A JSON schema of which the output is a value."""
+    choice: Annotated[Sequence[str] | None, optional(_CHOICE)] = None
+    """Texts of which the output is one."""
+    grammar_after: Annotated[str, Text(empty=True, blank=True)] = ""
+    """The text after which `regex`, `json_schema` or `choice` begins, such as </think>."""
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str | None):
@@ -166,6 +196,25 @@ class SamplingParams:
                 f"sampling.min_tokens={self.min_tokens} exceeds "
                 f"max_new_tokens={self.max_new_tokens}; lower it"
             )
+
+        asked = [name for name in GRAMMARS if getattr(self, name) is not None]
+        if len(asked) > 1:
+            raise InputError(
+                f"sampling.{asked[1]}: sampling.{asked[0]} says already what outputs there are; "
+                "leave one of the two out"
+            )
+        if self.choice is not None and not self.choice:
+            raise InputError("sampling.choice=[]: no output is allowed; name some, or leave it out")
+        if self.grammar_after and not asked:
+            raise InputError(
+                f"sampling.grammar_after={shown(self.grammar_after)}: nothing begins after it; "
+                "give sampling.regex, json_schema or choice"
+            )
+
+    @property
+    def grammar(self) -> str | None:
+        """The name of the field that says which outputs there may be, if one does."""
+        return next((name for name in GRAMMARS if getattr(self, name) is not None), None)
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> SamplingParams:
@@ -262,6 +311,12 @@ def encode_prompt(model: Model, prompt: Prompt, name: str = "prompt") -> list[in
             f"{name}: token id {min(unused)} names no token of the tokenizer; leave it out"
         )
     return ids
+
+
+def stop_ids(model: Model, sampling: SamplingParams) -> tuple[int, ...]:
+    """Return the ids of the tokens that end a request's output."""
+    end_ids = () if sampling.ignore_eos else model.ends
+    return tuple(dict.fromkeys((*end_ids, *sampling.stop_token_ids)))
 
 
 def groups(items: Sequence[Item], size: int) -> list[Sequence[Item]]:

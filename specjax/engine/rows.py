@@ -19,6 +19,7 @@ from specjax.core.turn_taking import NO_DRAFTER
 from specjax.engine.outputs import (
     ABORTED,
     ERROR,
+    GRAMMAR,
     NO_TOKEN_LEFT,
     Delta,
     Output,
@@ -30,6 +31,7 @@ from specjax.engine.outputs import (
 from specjax.engine.plan import DecodePlan
 from specjax.engine.requests import Request
 from specjax.errors import InputError, shown
+from specjax.grammars.token_table import TokenTable
 from specjax.loading.tokenizers.tokenizer import StreamDecoder, Tokenizer
 
 _REASONS = {STOPPED: "stop", FULL: "length", FAILED: ERROR, BARRED: ERROR}
@@ -40,11 +42,17 @@ class Row:
 
     `id` is that under which it was added; several samples of a request share it. `added`, `begun`,
     `first_token` and `last_token` are clock readings in seconds. `rounds_under_way` is the most
-    rounds that it may run in the steps that have started. Without a tokenizer there is no text.
+    rounds that it may run in the steps that have started. Without a tokenizer there is no text. `grammar`
+    is the table of the grammar that the output follows, if any.
     """
 
     def __init__(
-        self, id: RequestId, request: Request, tokenizer: Tokenizer | None, added: float
+        self,
+        id: RequestId,
+        request: Request,
+        tokenizer: Tokenizer | None,
+        added: float,
+        grammar: TokenTable | None = None,
     ) -> None:
         self.id, self.request, self.added = id, request, added
         self.begun: float | None = None
@@ -56,6 +64,7 @@ class Row:
         self.finish_reason: str | None = None
         self.first_round: int | None = None
         self.text_error: str | None = None
+        self._grammar = grammar
         self._rounds: list[Rounds] = []
         self._text = None if tokenizer is None else OutputText(tokenizer, request.sampling.stop)
         self._shown: list[str] = []
@@ -112,13 +121,22 @@ class Row:
             self.finish_reason, self.text_error = ERROR, str(refused)
             return self._delta([], [], "")
         if reason == ERROR and status == BARRED:
-            self.text_error = NO_TOKEN_LEFT
+            reason = self._without_a_token([*self.token_ids, *fresh])
+            self.finish_reason = reason
         self.token_ids += fresh
         if self.logprobs is not None:
             self.logprobs += logprobs[: len(fresh)].tolist()
         if len(rounds.emitted):
             self._rounds.append(rounds)
         return self._delta(fresh, drafter_of_tokens(rounds), text)
+
+    def _without_a_token(self, tokens: Sequence[int]) -> str:
+        """Return the reason for which a row ends after `tokens`, where none is allowed."""
+        if self._grammar is None:
+            self.text_error = NO_TOKEN_LEFT
+            return ERROR
+        # Without a token that ends the output, a complete text ends like this.
+        return _REASONS[STOPPED] if self._grammar.completed_by(tokens) else GRAMMAR
 
     def abort(self) -> Delta:
         """End the output; return the text that remains."""

@@ -14,6 +14,7 @@ from specjax.methods.corpus.method import CORPUS
 from specjax.methods.draft_model.method import DRAFT_MODEL
 from specjax.methods.eagle.method import EAGLE, EAGLE3
 from specjax.methods.early_exit import EARLY_EXIT
+from specjax.methods.forced import FORCED
 from specjax.methods.layer_skip import LAYER_SKIP
 from specjax.methods.lookahead import LOOKAHEAD
 from specjax.methods.lookup import LOOKUP
@@ -50,6 +51,7 @@ METHODS: dict[str, Method] = {
         TOKEN_RECYCLING,
         LOOKAHEAD,
         LOOKUP,
+        FORCED,
         SIMULATED,
     )
 }

@@ -4,6 +4,7 @@
     TokenBias()         biases, banned and allowed tokens
     MinTokens()         no end before a number of tokens
     NoRepeatNgrams()    no n-gram twice
+    Grammar()           only texts of a regular expression, a JSON schema or a list
     ForcedTokens()      the first tokens of the output
 
     specjax.generate(model, prompts, drafter=drafter, repetition_penalty=1.2, min_tokens=20)
@@ -13,11 +14,13 @@ Sampling parameters ask for them by row. For one of your own subclass `Processor
 """
 
 from specjax.core.processor import NewRows, Processor, one_by_one
+from specjax.processors.grammar import Grammar
 from specjax.processors.penalties import Penalties
 from specjax.processors.tokens import ForcedTokens, MinTokens, NoRepeatNgrams, TokenBias
 
 __all__ = [
     "ForcedTokens",
+    "Grammar",
     "MinTokens",
     "NewRows",
     "NoRepeatNgrams",

@@ -163,6 +163,10 @@ class ForcedTokens(Processor):
         forced = _forced(state)
         return (forced < 0) | (forced == tokens)
 
+    def draft(self, state: ForcedState) -> Int[Array, "B"]:
+        """Return each row's forced token, if there is one."""
+        return _forced(state)
+
 
 def _forced(state: ForcedState) -> Int[Array, "B"]:
     """Return each row's next token if it is forced, else -1."""

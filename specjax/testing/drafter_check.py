@@ -301,14 +301,17 @@ def output_distribution(
     request: SamplingParams,
     length: int,
     num_layers: int | None = None,
+    processors: Sequence[tuple[Processor, Any]] = (),
 ) -> Float[np.ndarray, "outputs"]:
     """Return the probability of each output of `length` tokens under plain decoding.
 
     Outputs follow `prompt`, under the sampling parameters `request`; they are flattened, with the
     first token varying slowest. With `num_layers` they are those of an early exit after that many
-    layers.
+    layers. `processors` are further ones, each with the arrays that its `init` reads of one row.
     """
-    distributions = conditional_distributions(model, params, prompt, request, length, num_layers)
+    distributions = conditional_distributions(
+        model, params, prompt, request, length, num_layers, processors
+    )
     outputs = np.ones(1)
     for distribution in distributions:
         outputs = (outputs[:, None] * distribution).ravel()
@@ -322,26 +325,34 @@ def conditional_distributions(
     request: SamplingParams,
     length: int,
     num_layers: int | None = None,
+    processors: Sequence[tuple[Processor, Any]] = (),
 ) -> list[Float[np.ndarray, "_ V"]]:
     """Return the warped distributions of each of `length` tokens; entry d has shape [V**d, V].
 
     Row i of entry d is conditioned on `prompt` and the i-th sequence of d tokens. `request` has the
     sampling parameters. With `num_layers` they are the distributions of an early exit after that
-    many layers.
+    many layers. `processors` are further ones, each with the arrays that its `init` reads of one
+    row.
     """
     vocab = model.vocab_size
     tails = np.indices((vocab,) * (length - 1)).reshape(length - 1, -1).T
     tokens = np.concatenate([np.tile(np.array(prompt), (len(tails), 1)), tails], axis=1)
-    processors = processors_of([request])
-    requested = requested_of(processors, request, len(tokens), tokens.shape[1], vocab)
+    asked = processors_of([request])
+    requested = requested_of(asked, request, len(tokens), tokens.shape[1], vocab)
+    further = [
+        jax.tree.map(lambda array: jnp.repeat(jnp.asarray(array), len(tokens), axis=0), arrays)
+        for _, arrays in processors
+    ]
     every = _every_distribution(
-        (model, request, num_layers, len(prompt)),
+        (model, request, num_layers, len(prompt), (*asked, *(one for one, _ in processors))),
         params,
         jnp.asarray(tokens, jnp.int32),
-        requested,
+        (*requested, *further),
     )
-    distributions = np.exp(np.asarray(every, np.float64))
-    distributions /= distributions.sum(axis=-1, keepdims=True)
+    # Where no token can follow nothing is drawn, and such tokens are not drawn either.
+    distributions = np.nan_to_num(np.exp(np.asarray(every, np.float64)))
+    total = distributions.sum(axis=-1, keepdims=True)
+    distributions = np.divide(distributions, total, out=distributions, where=total > 0)
     # Entry d does not depend on tokens after the first d, so one continuation of each suffices.
     return [
         distributions[:: vocab ** (length - 1 - depth), len(prompt) - 1 + depth]
@@ -351,17 +362,18 @@ def conditional_distributions(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _every_distribution(
-    static: tuple[LanguageModel, SamplingParams, int | None, int],
+    static: tuple[LanguageModel, SamplingParams, int | None, int, tuple[Processor, ...]],
     params: Any,
     tokens: Int[Array, "B T"],
     requested: tuple[Any, ...],
 ) -> Float[Array, "B T V"]:
     """Return the warped log-probabilities after each token, computed by one causal pass.
 
-    `static` are the model, the request, the number of layers, and the length of the prompt, which
-    `tokens` begin with. Processors with the arrays `requested` see one token after the other.
+    `static` are the model, the request, the number of layers, the length of the prompt, which
+    `tokens` begin with, and the processors. These have the arrays `requested`, and see one token
+    after the other.
     """
-    model, request, num_layers, first = static
+    model, request, num_layers, first, processors = static
     count, total = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(total), (count, total))
     causal = jnp.tril(jnp.ones((1, total, total), bool))
@@ -369,7 +381,7 @@ def _every_distribution(
     result = model.extend(
         params, tokens, positions, cache, window, 0, causal, num_layers=num_layers
     )
-    logits, processors = result.logits, processors_of([request])
+    logits = result.logits
     lengths = jnp.full(count, first)
     states = states_of(processors, requested, tokens, lengths, lengths, model.vocab_size)
     for at in range(first - 1, total):

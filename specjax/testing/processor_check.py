@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from specjax import sampling
 from specjax.core.processor import NewRows, Processor, processed
@@ -117,21 +117,31 @@ class _Row:
         return state
 
     def plain(self, table: Table) -> Table:
-        """Return p after the processor by context, from those before it."""
-        return tuple(self._plain(depth, base) for depth, base in enumerate(table))
+        """Return p after the processor by context, from those before it.
 
-    def _plain(self, depth: int, base: Float[np.ndarray, "I V"]) -> Float[np.ndarray, "I V"]:
+        It is uniform after what no output has, if no token is allowed there.
+        """
+        found, possible = [], np.ones(1, bool)
+        for depth, base in enumerate(table):
+            found.append(self._plain(depth, base, possible))
+            possible = (possible[:, None] & (found[-1] > 0)).ravel()
+        return tuple(found)
+
+    def _plain(
+        self, depth: int, base: Float[np.ndarray, "I V"], possible: Bool[np.ndarray, "I"]
+    ) -> Float[np.ndarray, "I V"]:
         tokens = all_tokens(self.vocab, depth)
         with jax.enable_x64(True):
             logits = np.asarray(self.processor.apply(self.after(tokens), _logits(base)))
-        largest = logits.max(axis=1)
-        if not np.isfinite(largest).all():
-            first = tokens[int(np.argmin(np.isfinite(largest)))].tolist()
+        none_left = ~np.isfinite(logits.max(axis=1))
+        if (none_left & possible).any():
+            first = tokens[int(np.argmax(none_left & possible))].tolist()
             raise InputError(
                 f"processor: it allows none of {self.vocab} tokens after "
                 f"{[*self.prompt, *self.committed, *first]}; use another prompt, or more tokens"
             )
-        weights = np.exp(logits - largest[:, None])
+        logits = np.where(none_left[:, None], 0, logits)
+        weights = np.exp(logits - logits.max(axis=1, keepdims=True))
         return weights / weights.sum(axis=1, keepdims=True)
 
     def verified(
@@ -147,11 +157,14 @@ class _Row:
             by_slot = sampling.by_slot(_logits(distributions_by_slot(base, topology, tokens)))
             at = processed([self.processor], [state], by_slot, jnp.asarray(tokens), topology)
 
+            def of_slot(slot: Int[Array, ""]) -> Float[Array, "I V"]:
+                logits = at(jnp.full(len(tokens), slot))
+                some_left = jnp.isfinite(logits.max(axis=1, keepdims=True))
+                return jax.nn.log_softmax(jnp.where(some_left, logits, 0))
+
             @jax.jit
             def every(slots: Int[Array, "W"]) -> Float[Array, "W I V"]:
-                return jax.lax.map(
-                    lambda slot: jax.nn.log_softmax(at(jnp.full(len(tokens), slot))), slots
-                )
+                return jax.lax.map(of_slot, slots)
 
             return np.asarray(every(jnp.arange(topology.width))).transpose(1, 0, 2)
 

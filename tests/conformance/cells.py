@@ -15,6 +15,7 @@ from conformance.methods import (
     METHODS,
     VARIANTS,
     VOCAB,
+    constraint,
     drafter,
     per_target,
     takes,
@@ -82,6 +83,11 @@ OTHERS = (
     Cell("layer_skip", "chain", "rejection", "delta"),
     Cell("medusa", "merged", "rejection", "mamba2"),
     Cell("early_exit", "static", "coupled", "mamba2"),
+    Cell("forced", "chain", "block", "grammar"),
+    Cell("draft_model", "chain", "rejection", "grammar"),
+    Cell("medusa", "static", "block", "grammar"),
+    Cell("eagle3", "dynamic", "coupled", "grammar"),
+    Cell("forced", "merged", "rejection", "grammar"),
 )
 """Cells that it has, too; all chains under `coupled` are in test_slots_and_pages."""
 USUAL_PAIRS = {
@@ -109,7 +115,11 @@ def cells(topology, layers=("attention",)):
     methods = [name for name in METHODS if name != "none" and takes(name, topology)]
     methods += [*VARIANTS] * (topology == "chain")
     every = [
-        Cell(name, topology, rule, kind) for kind in layers for name in methods for rule in RULES
+        Cell(name, topology, rule, kind)
+        for kind in layers
+        for name in methods
+        if name != "forced" or kind == "grammar"  # else nothing has to follow
+        for rule in RULES
     ]
     usual = [cell for cell in every if is_usual(cell)]
     return [*usual, *slow(*(cell for cell in every if cell not in usual))]
@@ -137,11 +147,14 @@ class Program:
             capacity=CAPACITY,
             chunks=(CAPACITY,),
             rounds_per_step=CAPACITY,
+            processors=tuple(processor for processor, _ in constraint()),
         )
         return cls(plan, (target().params, params))
 
     def start(self, rows, rounds=None):
-        return start(self.plan, self.params, *rows, rounds)
+        every = [arrays for _, arrays in constraint()]
+        requested = jax.tree.map(lambda array: jnp.repeat(jnp.asarray(array), ROWS, axis=0), every)
+        return start(self.plan, self.params, *rows, rounds, tuple(requested))
 
     def run(self, state, rounds=CAPACITY):
         """Return the state after some rounds, and the counts; `state` is not used up."""
@@ -253,7 +266,8 @@ def taken(arguments, order, present):
 def distribution():
     """Return the probability of each three tokens, the K-th to the (K+2)-th after the prompt."""
     model, one = target(), SamplingParams(temperature=1.0)
-    every = output_distribution(model.architecture, model.params, PROMPT, one, LENGTH + 2)
+    call = model.architecture, model.params, PROMPT, one, LENGTH + 2
+    every = output_distribution(*call, processors=constraint())
     return every.reshape(-1, VOCAB**3).sum(axis=0)
 
 

@@ -30,6 +30,7 @@ from specjax.methods.ngram import Ngram
 from specjax.methods.quantized import Quantized
 from specjax.methods.registry import METHODS
 from specjax.models.config import Recurrence
+from specjax.processors import Grammar
 
 VOCAB = 8
 LENGTH = 2
@@ -57,8 +58,18 @@ LAYERS = {
     "attention": {},
     "delta": dict(recurrence=DELTA, mixers=("recurrent", "attention"), family="qwen3_5_text"),
     "mamba2": dict(recurrence=MAMBA2, mixers=("recurrent", "attention"), family="bamba"),
+    "grammar": {},
 }
-"""The layers of a target: of attention alone, or with recurrent ones between them."""
+"""The layers of a target: of attention alone, or with recurrent ones between them; or a target of
+attention whose outputs follow a grammar."""
+NEXT = {
+    # state: {token: the state after it}
+    0: {0: 1, 1: 2, 2: 0, 3: 3, 4: 1, 5: 0, 6: 3},
+    1: {0: 1, 1: 0, 2: 2, 5: 3},
+    2: {3: 1},
+    3: {1: 0, 2: 3, 6: 2, 7: 0},
+}
+"""A grammar in which what may follow depends on all tokens before, and 3 has to follow in state 2."""
 _layers = contextvars.ContextVar("layers", default="attention")
 
 
@@ -83,6 +94,23 @@ def target():
     layers = LAYERS[_layers.get()]
     config = tiny_config(vocab_size=VOCAB, max_positions=64, **shape, **layers)
     return random_model(config, 0, dtype="float32")
+
+
+def constraint():
+    """Return the processors of the current target, each with the arrays that it reads of a row."""
+    if _layers.get() != "grammar":
+        return ()
+    after = np.full((len(NEXT), VOCAB), -1, np.int16)
+    for state, tokens in NEXT.items():
+        after[state, list(tokens)] = list(tokens.values())
+    arrays = {
+        "classes": np.arange(VOCAB, dtype=np.int32),
+        "successors": after,
+        "least": np.zeros(len(NEXT), np.int32),
+        "drafts": np.array([-1, -1, 3, 2], np.int32),
+        "room": np.int32(1000),
+    }
+    return ((Grammar(*after.shape), jax.tree.map(lambda array: array[None], arrays)),)
 
 
 @per_target
@@ -157,6 +185,7 @@ MAKERS = {
     "lookahead": named("lookahead", window=2, levels=3, guesses=2, pool_size=64),
     "lookup": named("lookup"),
     "simulated": simulated,
+    "forced": named("forced"),
 }
 """How to make a drafter of each method: a new one needs its line here, and is proved by it."""
 VARIANTS = {

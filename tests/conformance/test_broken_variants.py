@@ -105,6 +105,13 @@ def ranked_by_own_q(real, params, state, context, noise):
     return draft.replace(tokens=draft.tokens.at[:, :2].set(drawn)), state
 
 
+def claimed_without_the_grammar(real, params, state, context, noise):
+    """Tokens are drawn among those that may follow, from what counts as drawn among all."""
+    draft, after = real(params, state, context, noise)
+    blind = context.replace(processors=(), processor_states=())
+    return draft.replace(logq=real(params, state, blind, noise)[0].logq), after
+
+
 def residual_is_p(tokens, num_valid, target, draft, uniforms):
     accepted, _ = sampling.rejection(tokens, num_valid, target, draft, uniforms)
     return Decision(accepted, target(accepted))
@@ -129,6 +136,14 @@ def residual_is_p(tokens, num_valid, target, draft, uniforms):
 def test_other_distributions_are_found(method, topology, rule, propose):
     program = program_of(method, topology, rule, propose=propose)
     found, _ = joint_test(program, FEW // 2)
+    assert found.statistic > found.threshold, found
+
+
+@pytest.mark.parametrize(("method", "topology"), [("draft_model", "chain"), ("medusa", "static")])
+def test_a_draft_that_hides_the_grammar_is_found(method, topology):
+    with target_with("grammar"):
+        program = program_of(method, topology, "rejection", propose=claimed_without_the_grammar)
+        found, _ = joint_test(program, FEW // 2)
     assert found.statistic > found.threshold, found
 
 

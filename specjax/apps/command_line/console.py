@@ -220,6 +220,8 @@ class Screen:
                 phrases[-1] += f" against {_number(speeds.plain_tokens_per_second, 1)}"
         if row.identical is not None:
             phrases.append("same tokens" if row.identical else "DIFFERENT TOKENS")
+        if row.finish_reason == "grammar":
+            phrases.append("ENDED WHERE ITS GRAMMAR AND OTHER CONSTRAINTS ALLOW NO TOKEN")
         if row.finish_reason == "error":
             phrases.append(f"ENDED BY AN ERROR: {row.text_error or 'logits that are not numbers'}")
         if phrases:

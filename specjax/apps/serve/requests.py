@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from specjax.apps.serve.output_formats import FORMAT_FIELDS, sampling_fields
 from specjax.engine.engine import Engine
 from specjax.engine.plan import NoRoomError
-from specjax.engine.requests import Prompt, SamplingParams
+from specjax.engine.requests import GRAMMARS, Prompt, SamplingParams
 from specjax.errors import InputError, shown
 from specjax.fields import Fields, Flag, Text, Whole, fields_of, unknown_name
 from specjax.files.json_files import parse_json
@@ -52,7 +53,6 @@ _WITHOUT_EFFECT = {
     "parallel_tool_calls": (True, False),
     "prediction": (),
     "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
@@ -128,10 +128,14 @@ class RequestReader:
         """
         values = _read_object(body)
         field = "messages" if chat else "prompt"
-        given = _checked(values, _CHAT if chat else _TEXT, (field, "stream_options"))
+        read_apart = (field, "stream_options", *FORMAT_FIELDS)
+        given = _checked(values, _CHAT if chat else _TEXT, read_apart)
+        format_field = next((name for name in FORMAT_FIELDS if name in values), None)
+        with _refused(format_field):
+            given |= sampling_fields(values)
         self.check_model(given.get("model", self.model_name))
         stream = given.get("stream", False)
-        sampling, logprobs = self._sampling(given, chat=chat)
+        sampling, logprobs = self._sampling(given, format_field or "max_tokens", chat=chat)
         n = given.get("n", 1)
         if n > self.capacity:
             raise RequestError(400, f"n={n}: use at most {self.capacity}", "n")
@@ -155,8 +159,13 @@ class RequestReader:
             message = f"model={shown(name)} is not served here: use {self.model_name!r}"
             raise RequestError(404, message, "model", "model_not_found")
 
-    def _sampling(self, given: Mapping[str, Any], *, chat: bool) -> tuple[SamplingParams, bool]:
-        """Return the sampling parameters, and whether log-probabilities are requested."""
+    def _sampling(
+        self, given: Mapping[str, Any], field: str, *, chat: bool
+    ) -> tuple[SamplingParams, bool]:
+        """Return the sampling parameters, and whether log-probabilities are requested.
+
+        Errors about parameters that contradict one another are about `field`.
+        """
         changes = {name: given[name] for name in _OF_SAMPLING if name in given}
         for name in ("max_tokens", "max_completion_tokens"):
             if name in given:
@@ -171,7 +180,12 @@ class RequestReader:
             )
         if "max_new_tokens" in changes and "min_tokens" not in changes:
             changes["min_tokens"] = min(self.defaults.min_tokens, changes["max_new_tokens"])
-        with _refused("max_tokens"):
+        if given.keys() & set(GRAMMARS):
+            # A request's own grammar replaces that of the defaults.
+            changes = dict.fromkeys(GRAMMARS) | changes
+            if not any(changes[name] is not None for name in GRAMMARS):
+                changes.setdefault("grammar_after", "")
+        with _refused(field):
             return replace(self.defaults, **changes), logprobs
 
 

@@ -11,6 +11,7 @@ from specjax.core.draft_length import DRAFT_TOKENS
 from specjax.core.drafter import Context, Drafter, Noise
 from specjax.core.growth import chain, dynamic_tree, static_tree
 from specjax.core.growth.level import Step
+from specjax.core.growth.processed_levels import after_processors
 from specjax.core.growth.tree_options import TREE, TreeOptions
 from specjax.errors import InputError
 from specjax.fields import Number, check_instance, optional
@@ -145,9 +146,28 @@ class ChainDrafter(Drafter):
         `logits` follow the root; `step` returns the logits after the tokens of each further level,
         for a window of `window_slots` slots with the root in slot 0. `carry` is any state that
         `step` passes on. If the logits cover only part of the vocabulary, `draft_ids` are its token
-        ids. `confidence` decides how long a chain grows (`chain.draft_chain`).
+        ids. `confidence` decides how long a chain grows (`chain.draft_chain`). Where rows have
+        processors, tokens are chosen or drawn from the logits after these.
         """
-        shape, start = self.shape, (logits, step, carry, context)
+        paths = carry
+        if context.processors:
+            length = self.num_speculative_tokens
+            logits, step, paths = after_processors(length, logits, step, carry, context, draft_ids)
+            draft_ids = None
+        draft, paths = self._grow(
+            (logits, step, paths, context), noise, draft_ids=draft_ids, confidence=confidence
+        )
+        return draft, paths.carry if context.processors else paths
+
+    def _grow(
+        self,
+        start: tuple[Float[Array, "B 1 Vd"], Step, Any, Context],
+        noise: Noise,
+        *,
+        draft_ids: Int[Array, "Vd"] | None,
+        confidence: chain.Confidence | None,
+    ) -> tuple[Draft, Any]:
+        shape = self.shape
         options = {"p_min": self.draft_p_min, "draft_ids": draft_ids}
         if isinstance(shape, DynamicTree):
             return dynamic_tree.draft_dynamic_tree(shape, *start, **options)

@@ -112,6 +112,20 @@ class Detokenizer:
         both = [index] if previous is None else [previous, index]
         return self.backend.decode(both, False).removeprefix(before).encode()
 
+    def pieces(self, size: int, *, first: bool) -> tuple[bytes | None, ...] | None:
+        """Return the bytes of the first `size` tokens, at the start of a text or after others.
+
+        None stands for ids without a token, and for a whole vocabulary if the text of a token
+        depends on others.
+        """
+        if not (self._byte_level or self._piecewise):
+            return None
+        found = [self.piece(index, None if first else 0) for index in range(size)]
+        strip, most = self.stripped
+        if first and strip:
+            found = [piece and _without_first(piece, strip.encode(), most) for piece in found]
+        return tuple(found)
+
     def _piece(self, token: str, *, first: bool) -> bytes:
         for step in self._steps:
             if step["type"] == "Replace":
@@ -163,6 +177,13 @@ def _flat(decoder: dict[str, Any]) -> list[dict[str, Any]]:
     if decoder["type"] != "Sequence":
         return [decoder]
     return [step for inner in decoder["decoders"] for step in _flat(inner)]
+
+
+def _without_first(piece: bytes, strip: bytes, most: int) -> bytes:
+    """Return a piece without up to `most` copies of `strip` at its start."""
+    while most and piece.startswith(strip):
+        piece, most = piece.removeprefix(strip), most - 1
+    return piece
 
 
 def _is_local(step: dict[str, Any]) -> bool:

@@ -1,0 +1,324 @@
+"""Regular expressions as automata over bytes.
+
+The syntax is that of Python's `re`, whose parser is used; a whole text has to match. Packages that
+index a vocabulary by a regular expression were tried and take another language: outlines-core
+0.2.14 reads alternatives from left to right, so that `a|ab` excludes "ab", and drops characters
+that are made of several single-byte tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from re import _constants as ops  # type: ignore[attr-defined]
+from re import _parser as parser  # type: ignore[attr-defined]
+from typing import Any
+
+import numpy as np
+
+from specjax.errors import InputError, shown
+from specjax.grammars.byte_automaton import DEAD, ByteAutomaton
+
+MOST_PARTS = 200_000
+"""The most states of the automaton that is not deterministic, which grow with the expression."""
+MOST_STATES = 20_000
+"""The most states of the deterministic automaton, before it is made minimal."""
+
+Ranges = list[tuple[int, int]]
+"""Characters as ascending ranges of code points that do not touch, ends included."""
+_ALL: Ranges = [(0, 0xD7FF), (0xE000, 0x10FFFF)]
+"""All characters that UTF-8 can write: surrogates are none."""
+_DIGITS: Ranges = [(0x30, 0x39)]
+_WORD: Ranges = [(0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)]
+_SPACE: Ranges = [(0x09, 0x0D), (0x20, 0x20)]
+_NO_LANGUAGE = {
+    ops.ASSERT: "look-around",
+    ops.ASSERT_NOT: "look-around",
+    ops.GROUPREF: "a reference to a group",
+    ops.GROUPREF_EXISTS: "a reference to a group",
+    ops.AT: "an anchor or a word boundary inside",
+    ops.ATOMIC_GROUP: "an atomic group",
+    ops.POSSESSIVE_REPEAT: "a possessive quantifier",
+}
+"""What no automaton, or not the usual one, decides."""
+
+
+def byte_automaton(pattern: str, name: str = "regex") -> ByteAutomaton:
+    """Return the minimal automaton of the texts that match `pattern` as a whole.
+
+    `\\d`, `\\w` and `\\s` are those of ASCII, as in JSON Schema. `^` at the beginning and `$` at
+    the end change nothing. Raises InputError, which calls the expression `name`, for one that does
+    not parse, that needs more than a finite automaton, that no text matches, or with too many
+    states.
+    """
+    prefix = f"{name}={shown(pattern, 80)}"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the parser's about syntax that may change
+            parsed = parser.parse(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise InputError(f"{prefix}: not a regular expression ({error}); mend it") from None
+    parts = _Parts(prefix)
+    try:
+        begin, end = parts.sequence(_unanchored(parsed), parsed.state.flags)
+    except RecursionError:
+        raise InputError(f"{prefix}: too deeply nested; simplify it") from None
+    automaton = _deterministic(parts, begin, end).minimal()
+    if not automaton.accepting.any():
+        raise InputError(f"{prefix}: no text matches it; allow some")
+    return automaton
+
+
+def _unanchored(parsed: Any) -> list[tuple[Any, Any]]:
+    """Return the items of an expression without anchors at its beginning and end."""
+    items = list(parsed)
+    begins, ends = (ops.AT_BEGINNING, ops.AT_BEGINNING_STRING), (ops.AT_END, ops.AT_END_STRING)
+    while items and items[0][0] is ops.AT and items[0][1] in begins:
+        items = items[1:]
+    while items and items[-1][0] is ops.AT and items[-1][1] in ends:
+        items = items[:-1]
+    return items
+
+
+class _Parts:
+    """A nondeterministic automaton that is built from the parts of an expression.
+
+    `arrows[s]` are (first byte, last byte, successor), and `free[s]` are successors without a byte.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix
+        self.arrows: list[list[tuple[int, int, int]]] = []
+        self.free: list[list[int]] = []
+
+    def state(self) -> int:
+        """Return a new state. Raises InputError if there are too many."""
+        if len(self.arrows) >= MOST_PARTS:
+            raise InputError(
+                f"{self.prefix}: more than {MOST_PARTS} parts with its repetitions written out; "
+                "repeat less"
+            )
+        self.arrows.append([])
+        self.free.append([])
+        return len(self.arrows) - 1
+
+    def sequence(self, items: Sequence[tuple[Any, Any]], flags: int) -> tuple[int, int]:
+        """Return the first and the last state of parts that follow one another."""
+        begin = end = self.state()
+        for op, argument in items:
+            first, last = self.part(op, argument, flags)
+            self.free[end].append(first)
+            end = last
+        return begin, end
+
+    def part(self, op: Any, argument: Any, flags: int) -> tuple[int, int]:
+        """Return the first and the last state of one part of a parsed expression."""
+        if op in _NO_LANGUAGE:
+            raise InputError(
+                f"{self.prefix}: it has {_NO_LANGUAGE[op]}, which is not supported; leave it out"
+            )
+        if op is ops.BRANCH:
+            return self.either([self.sequence(list(one), flags) for one in argument[1]])
+        if op is ops.SUBPATTERN:
+            _, added, removed, inner = argument
+            return self.sequence(list(inner), (flags | added) & ~removed)
+        if op in (ops.MAX_REPEAT, ops.MIN_REPEAT):
+            least, most, inner = argument
+            return self.repeated(
+                lambda: self.sequence(list(inner), flags),
+                least,
+                None if most is ops.MAXREPEAT else int(most),
+            )
+        return self.character(_characters(op, argument, flags))
+
+    def either(self, parts: Sequence[tuple[int, int]]) -> tuple[int, int]:
+        """Return the first and the last state of alternatives."""
+        begin, end = self.state(), self.state()
+        for first, last in parts:
+            self.free[begin].append(first)
+            self.free[last].append(end)
+        return begin, end
+
+    def repeated(
+        self, part: Callable[[], tuple[int, int]], least: int, most: int | None
+    ) -> tuple[int, int]:
+        """Return the first and the last state of repetitions; `part` makes one, None is no end."""
+        begin = end = self.state()
+        for _ in range(least):
+            first, last = part()
+            self.free[end].append(first)
+            end = last
+        if most is None:
+            first, last = part()
+            self.free[end].append(first)
+            self.free[last].append(end)
+            return begin, end
+        final = self.state()
+        self.free[end].append(final)
+        for _ in range(most - least):
+            first, last = part()
+            self.free[end].append(first)
+            self.free[last].append(final)
+            end = last
+        return begin, final
+
+    def character(self, ranges: Ranges) -> tuple[int, int]:
+        """Return the first and the last state of one character of `ranges`."""
+        begin, end = self.state(), self.state()
+        shared: dict[tuple[tuple[int, int], ...], int] = {(): end}
+        for first, last in ranges:
+            for sequence in _utf8(first, last):
+                # Sequences with the same last bytes share the states before these.
+                for at in range(len(sequence) - 1, 0, -1):
+                    if sequence[at:] not in shared:
+                        shared[sequence[at:]] = here = self.state()
+                        self.arrows[here].append((*sequence[at], shared[sequence[at + 1 :]]))
+                self.arrows[begin].append((*sequence[0], shared[sequence[1:]]))
+        return begin, end
+
+
+def _characters(op: Any, argument: Any, flags: int) -> Ranges:
+    """Return the characters that a part of an expression for one character matches."""
+    if op is ops.ANY:
+        return _ALL if flags & re.DOTALL else _without([(10, 10)])
+    if op in (ops.LITERAL, ops.NOT_LITERAL):
+        found = _joined([(argument, argument)], flags)
+        return found if op is ops.LITERAL else _without(found)
+    assert op is ops.IN, op
+    found, negated = [], False
+    for kind, value in argument:
+        if kind is ops.NEGATE:
+            negated = True
+        elif kind is ops.LITERAL:
+            found.append((value, value))
+        elif kind is ops.RANGE:
+            found.append(value)
+        else:
+            found += _category(value)
+    found = _joined(found, flags)
+    return _without(found) if negated else found
+
+
+def _category(category: Any) -> Ranges:
+    """Return the characters of a class such as `\\d`."""
+    named = {
+        ops.CATEGORY_DIGIT: _DIGITS,
+        ops.CATEGORY_WORD: _WORD,
+        ops.CATEGORY_SPACE: _SPACE,
+        ops.CATEGORY_NOT_DIGIT: _without(_DIGITS),
+        ops.CATEGORY_NOT_WORD: _without(_WORD),
+        ops.CATEGORY_NOT_SPACE: _without(_SPACE),
+    }
+    return named[category]
+
+
+def _joined(ranges: Sequence[tuple[int, int]], flags: int = 0) -> Ranges:
+    """Return ranges in order, joined where they touch, without surrogates.
+
+    Where `flags` ignore case, the other case of each character is in them, too.
+    """
+    found = list(ranges)
+    if flags & re.IGNORECASE:
+        for point, other in _other_cases():
+            if any(first <= point <= last for first, last in ranges):
+                found.append((other, other))
+    joined: Ranges = []
+    for first, last in sorted(found):
+        if joined and first <= joined[-1][1] + 1:
+            joined[-1] = joined[-1][0], max(joined[-1][1], last)
+        else:
+            joined.append((first, last))
+    return [
+        (max(first, low), min(last, high))
+        for first, last in joined
+        for low, high in _ALL
+        if max(first, low) <= min(last, high)
+    ]
+
+
+@functools.cache
+def _other_cases() -> list[tuple[int, int]]:
+    """Return each character with a lower or upper case of one character, and that one."""
+    pairs = []
+    for point in range(0x20000):
+        character = chr(point)
+        for other in (character.lower(), character.upper()):
+            if len(other) == 1 and other != character:
+                pairs.append((point, ord(other)))
+    return pairs
+
+
+def _without(ranges: Ranges) -> Ranges:
+    """Return all characters but those of `ranges`."""
+    left, at = [], 0
+    for first, last in [*ranges, (0x110000, 0x110000)]:
+        if at < first:
+            left.append((at, first - 1))
+        at = last + 1
+    return _joined(left)
+
+
+def _utf8(first: int, last: int) -> Iterator[tuple[tuple[int, int], ...]]:
+    """Yield ranges of bytes, one per byte, that together write the characters of a range."""
+    for bits in (7, 11, 16, 21):
+        limit = (1 << bits) - 1
+        if first <= limit < last:
+            yield from _utf8(first, limit)
+            first = limit + 1
+    low, high = chr(first).encode(), chr(last).encode()
+    for at in range(1, len(low)):
+        # Split where the bytes before `at` differ, unless the others run through all values.
+        tail = (1 << 6 * (len(low) - at)) - 1
+        if first & ~tail != last & ~tail:
+            if first & tail:
+                yield from _utf8(first, first | tail)
+                yield from _utf8((first | tail) + 1, last)
+                return
+            if last & tail != tail:
+                yield from _utf8(first, (last & ~tail) - 1)
+                yield from _utf8(last & ~tail, last)
+                return
+    yield tuple(zip(low, high, strict=True))
+
+
+def _deterministic(parts: _Parts, begin: int, end: int) -> ByteAutomaton:
+    """Return the automaton whose states are the sets of states that a text can lead to."""
+    closures: dict[int, frozenset[int]] = {}
+
+    def closure(state: int) -> frozenset[int]:
+        """Return the states with arrows, and the last one, that `state` reaches without a byte."""
+        if state not in closures:
+            seen, waiting = {state}, [state]
+            while waiting:
+                for after in parts.free[waiting.pop()]:
+                    if after not in seen:
+                        seen.add(after)
+                        waiting.append(after)
+            closures[state] = frozenset(one for one in seen if parts.arrows[one] or one == end)
+        return closures[state]
+
+    numbers = {closure(begin): 0}
+    rows: list[np.ndarray] = []
+    for states in (waiting := [closure(begin)]):
+        arrows = [arrow for state in states for arrow in parts.arrows[state]]
+        edges = sorted({edge for first, last, _ in arrows for edge in (first, last + 1)})
+        row = np.full(256, DEAD, np.int32)
+        for low, high in zip(edges, edges[1:], strict=False):
+            reached = {after for first, last, after in arrows if first <= low <= last}
+            if not reached:
+                continue
+            union = frozenset().union(*map(closure, reached))
+            if union not in numbers:
+                if len(numbers) >= MOST_STATES:
+                    raise InputError(
+                        f"{parts.prefix}: its automaton has more than {MOST_STATES} states; "
+                        "simplify it, or bound what repeats"
+                    )
+                numbers[union] = len(numbers)
+                waiting.append(union)
+            row[low:high] = numbers[union]
+        rows.append(row)
+    accepting = np.array([end in states for states in waiting])
+    return ByteAutomaton(np.stack(rows), accepting)

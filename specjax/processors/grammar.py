@@ -1,0 +1,93 @@
+"""Constraints by a grammar: tables of which tokens may follow in each state of an output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int, Int16
+
+from specjax.core.processor import NewRows, Processor, one_by_one
+
+
+@struct.dataclass
+class GrammarState:
+    """Each row's table, a `grammars.TokenTable` with padding, and where its output is in it.
+
+    `state` is -1 after a token that is not allowed. The row has `emitted` new tokens, and may have
+    `room`.
+    """
+
+    classes: Int[Array, "B V"]
+    successors: Int16[Array, "B S C"]
+    least: Int[Array, "B S"]
+    drafts: Int[Array, "B S"]
+    room: Int[Array, "B"]
+    state: Int[Array, "B"]
+    emitted: Int[Array, "B"]
+
+
+@dataclass(frozen=True)
+class Grammar(Processor):
+    """Forbids tokens after which the output could not be completed in the language of a grammar.
+
+    Nor could it be if too few tokens were left for the row's limit. Tables have up to `num_states`
+    states (S) and `num_classes` classes of tokens (C).
+    """
+
+    num_states: int = 1
+    num_classes: int = 1
+
+    def init(self, rows: NewRows) -> GrammarState:
+        """Return the state of rows without output; `rows.requested` are the first five arrays."""
+        none = jnp.zeros_like(rows.prompt_length)
+        return GrammarState(**rows.requested, state=none, emitted=none)
+
+    def advance(
+        self, state: GrammarState, tokens: Int[Array, "B T"], count: Int[Array, "B"]
+    ) -> GrammarState:
+        """Return the state after the first `count[b]` of `tokens[b]`."""
+
+        def step(at: Int[Array, "B"], token: Int[Array, "B"]) -> Int[Array, "B"]:
+            return _after(state.replace(state=at), token)
+
+        return state.replace(
+            state=one_by_one(step, state.state, tokens, count), emitted=state.emitted + count
+        )
+
+    def apply(self, state: GrammarState, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
+        """Return the logits, -inf for tokens that are not allowed."""
+        successors = _row(state.successors, state.state)
+        allowed = _fits(state, successors)
+        allowed = jnp.take_along_axis(allowed, state.classes, axis=1)
+        return jnp.where(allowed, logits, -jnp.inf)
+
+    def allows(self, state: GrammarState, tokens: Int[Array, "B"]) -> Bool[Array, "B"]:
+        """Return whether each row's token is allowed."""
+        return _fits(state, _after(state, tokens)[:, None])[:, 0]
+
+    def draft(self, state: GrammarState) -> Int[Array, "B"]:
+        """Return the token by which a text that has to follow continues, if there is one."""
+        drafts = jnp.take_along_axis(state.drafts, jnp.maximum(state.state, 0)[:, None], axis=1)
+        return jnp.where(state.state < 0, -1, drafts[:, 0])
+
+
+def _row(successors: Int16[Array, "B S C"], state: Int[Array, "B"]) -> Int[Array, "B C"]:
+    """Return what follows each class of tokens in each row's state, -1 where none may."""
+    at = jnp.maximum(state, 0)[:, None, None]
+    found = jnp.take_along_axis(successors, at, axis=1)[:, 0].astype(jnp.int32)
+    return jnp.where(state[:, None] < 0, -1, found)
+
+
+def _after(state: GrammarState, tokens: Int[Array, "B"]) -> Int[Array, "B"]:
+    """Return each row's state after one more token, -1 if it is not allowed."""
+    classes = jnp.take_along_axis(state.classes, tokens[:, None], axis=1)
+    return jnp.take_along_axis(_row(state.successors, state.state), classes, axis=1)[:, 0]
+
+
+def _fits(state: GrammarState, successors: Int[Array, "B n"]) -> Bool[Array, "B n"]:
+    """Return whether an output can be completed after one more token, within the row's limit."""
+    least = jnp.take_along_axis(state.least, jnp.maximum(successors, 0), axis=1)
+    room = (state.room - state.emitted - 1)[:, None]
+    return (successors >= 0) & (least <= room)
