@@ -1,0 +1,1 @@
+"""Grammars that constrain decoding: regular expressions and JSON Schema."""
