@@ -40,7 +40,7 @@ ORDER = [
     "specjax.core",
     "specjax.distributed",
     "specjax.fields",
-    "specjax.files specjax.theory",
+    "specjax.files specjax.grammars specjax.theory",
     "specjax.sampling specjax.controllers specjax.trees specjax.metrics specjax.signals "
     "specjax.errors",
 ]
