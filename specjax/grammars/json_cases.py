@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from typing import Any
 from urllib.parse import unquote
 
@@ -182,17 +183,19 @@ class Case:
         """Where the first of the schemas is."""
         return self.parts[0].path if self.parts else ""
 
+    @cached_property
     def kinds(self) -> set[str]:
-        """Return the kinds of values that `type`, `enum` and `const` leave."""
+        """The kinds of values that `type`, `enum` and `const` leave."""
         kinds = set(ALL_KINDS)
         for part in self.given("type"):
             names = part.schema if isinstance(part.schema, list) else [part.schema]
             kinds &= {kind for name in names for kind in _KINDS[name]}
-        values = self.values()
-        return kinds if values is None else kinds & set(map(kind_of, values))
+        listed = self.listed
+        return kinds if listed is None else kinds & set(map(kind_of, listed.values()))
 
-    def values(self) -> list[Any] | None:
-        """Return the values that are in every `enum` and equal every `const`; None without any."""
+    @cached_property
+    def listed(self) -> dict[str, Any] | None:
+        """The values that are in every `enum` and equal every `const`, by identity; or None."""
         lists = [part.schema for part in self.given("enum")]
         lists += [[part.schema] for part in self.given("const")]
         if not lists:
@@ -203,7 +206,7 @@ class Case:
         for others in lists[1:]:
             kept = set(map(identity, others))
             found = {key: value for key, value in found.items() if key in kept}
-        return list(found.values())
+        return found
 
 
 class Cases:
@@ -253,8 +256,8 @@ class Cases:
 
     def holds(self, value: Any, case: Case) -> bool:
         """Return whether a value satisfies a case."""
-        kind, listed = kind_of(value), case.values()
-        if kind not in case.kinds() or (listed is not None and not _is_among(value, listed)):
+        kind = kind_of(value)
+        if kind not in case.kinds or (case.listed and identity(value) not in case.listed):
             return False
         match value:
             case str():
@@ -340,10 +343,9 @@ class Cases:
     def _apart(self, one: Case, other: Case, depth: int) -> bool:
         """Return whether it is certain that no value satisfies both cases."""
         self._count(1)
-        kinds = one.kinds() & other.kinds()
-        values, more = one.values(), other.values()
-        if values is not None and more is not None:
-            return not set(map(identity, values)) & set(map(identity, more))
+        kinds = one.kinds & other.kinds
+        if one.listed is not None and other.listed is not None:
+            return one.listed.keys().isdisjoint(other.listed)
         if kinds != {"object"} or not depth:
             return not kinds
         for part in one.given("required") + other.given("required"):
@@ -456,7 +458,8 @@ def identity(value: Any) -> str:
             return [plain(inner) for inner in value]
         return int(value) if isinstance(value, float) and value == int(value) else value
 
-    return json.dumps(plain(value), sort_keys=True)
+    # Most values are strings, of which there may be many.
+    return f'"{value}' if isinstance(value, str) else json.dumps(plain(value), sort_keys=True)
 
 
 def json_text(value: Any) -> str:
@@ -479,10 +482,6 @@ def exact(value: float) -> Fraction:
     if isinstance(value, float) and abs(value) < 10**DIGITS:
         return Fraction(repr(value))
     return Fraction(value)
-
-
-def _is_among(value: Any, values: list[Any]) -> bool:
-    return identity(value) in set(map(identity, values))
 
 
 def _number_holds(value: Fraction, case: Case) -> bool:

@@ -26,7 +26,6 @@ from specjax.grammars.json_cases import (
     Cases,
     Nothing,
     Part,
-    identity,
     item_of,
     json_text,
     property_of,
@@ -103,9 +102,9 @@ class _Writer:
         return text
 
     def _case(self, case: Case) -> str:
-        kinds, values = case.kinds(), case.values()
-        if values is not None:
-            return self._enumerated(case, values)
+        kinds = case.kinds
+        if case.listed is not None:
+            return self._enumerated(case, list(case.listed.values()))
         if not case.given("type"):
             kinds = {kind for kind, keys in OF_KIND.items() if case.given(*keys)}
             if not kinds:
@@ -195,9 +194,11 @@ class _Writer:
         """Return the pattern of arrays of different values, of few that are listed."""
         part = next(part for part in case.given("uniqueItems") if part.schema)
         cases = self._cases.cases(item_of(case, 0))
-        listed = [found.values() for found in cases]
-        values = {identity(value): value for some in listed for value in some or []}
-        if None in listed or len(values) > _MAX_PERMUTED or case.given("prefixItems"):
+        values: dict[str, Any] = {}
+        for found in cases:
+            values |= found.listed or {}
+        finite = all(found.listed is not None for found in cases)
+        if not finite or len(values) > _MAX_PERMUTED or case.given("prefixItems"):
             raise InputError(
                 f"{part.path}=True needs items with an enum of at most {_MAX_PERMUTED} values, "
                 "or maxItems of at most 1: leave it out"
