@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
 from typing import Any
 from urllib.parse import unquote
 
 from specjax.errors import InputError, shown
+from specjax.grammars.json_numbers import DIGITS, Bound
 from specjax.grammars.json_strings import FORMATS
 
 _MAX_OPEN = 3  # of the same reference, one inside the other
 _MAX_CASES = 1_000
+_MAX_WORK = 50_000  # cases in all: schemas of strangers end in a second
 _MAX_COUNT = 65_535
 
 _ANNOTATIONS = frozenset(
@@ -31,12 +36,12 @@ ALL_KINDS = ("string", "integer", "fraction", "boolean", "null", "array", "objec
 _KINDS = {"number": ("integer", "fraction")} | {
     kind: (kind,) for kind in ALL_KINDS if kind != "fraction"
 }
-LOWER, UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+_LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 _PAIRS = (
     *((f"min{of}", f"max{of}") for of in ("Length", "Items", "Properties")),
-    *itertools.product(LOWER, UPPER),
+    *itertools.product(_LOWER, _UPPER),
 )
-_NUMERIC = (*LOWER, *UPPER, "multipleOf")
+_NUMERIC = (*_LOWER, *_UPPER, "multipleOf")
 OF_KIND = {
     "string": ("minLength", "maxLength", "pattern", "format"),
     "integer": _NUMERIC,
@@ -111,7 +116,7 @@ FORMS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "uniqueItems": ("true or false", lambda value: isinstance(value, bool)),
     "multipleOf": ("a number above 0", lambda value: _is_number(value) and value > 0),
     **dict.fromkeys(("anyOf", "oneOf", "allOf", "prefixItems"), _SCHEMAS),
-    **dict.fromkeys((*LOWER, *UPPER), _NUMBER),
+    **dict.fromkeys((*_LOWER, *_UPPER), _NUMBER),
     **{f"{end}{of}": _COUNT for end in ("min", "max") for of in ("Length", "Items", "Properties")},
 }
 
@@ -158,22 +163,39 @@ class Case:
             raise Nothing(f"{self.path}: min{of}={least} is above max{of}={most}: change one")
         return least, most
 
+    def allows(self, of: str, size: int) -> bool:
+        """Return whether `min...` and `max...` allow a size."""
+        return all(part.schema <= size for part in self.given(f"min{of}")) and all(
+            size <= part.schema for part in self.given(f"max{of}")
+        )
+
+    def bounds(self) -> tuple[Bound, Bound]:
+        """Return the tightest bounds of numbers."""
+        lows, highs = (
+            [(exact(part.schema), "excl" in key) for key in keys for part in self.given(key)]
+            for keys in (_LOWER, _UPPER)
+        )
+        high = min(highs, key=lambda bound: (bound[0], not bound[1]), default=None)
+        return max(lows, default=None), high
+
     @property
     def path(self) -> str:
         """Where the first of the schemas is."""
         return self.parts[0].path if self.parts else ""
 
+    @cached_property
     def kinds(self) -> set[str]:
-        """Return the kinds of values that `type`, `enum` and `const` leave."""
+        """The kinds of values that `type`, `enum` and `const` leave."""
         kinds = set(ALL_KINDS)
         for part in self.given("type"):
             names = part.schema if isinstance(part.schema, list) else [part.schema]
             kinds &= {kind for name in names for kind in _KINDS[name]}
-        values = self.values()
-        return kinds if values is None else kinds & set(map(kind_of, values))
+        listed = self.listed
+        return kinds if listed is None else kinds & set(map(kind_of, listed.values()))
 
-    def values(self) -> list[Any] | None:
-        """Return the values that are in every `enum` and equal every `const`; None without any."""
+    @cached_property
+    def listed(self) -> dict[str, Any] | None:
+        """The values that are in every `enum` and equal every `const`, by identity; or None."""
         lists = [part.schema for part in self.given("enum")]
         lists += [[part.schema] for part in self.given("const")]
         if not lists:
@@ -184,7 +206,7 @@ class Case:
         for others in lists[1:]:
             kept = set(map(identity, others))
             found = {key: value for key, value in found.items() if key in kept}
-        return list(found.values())
+        return found
 
 
 class Cases:
@@ -193,6 +215,7 @@ class Cases:
     def __init__(self, root: Any, name: str) -> None:
         self._root = root
         self._name = name
+        self._work = 0
 
     def too_large(self, size: str, limit: str) -> InputError:
         """Return the error of a schema that has more of something than the limit."""
@@ -201,12 +224,62 @@ class Cases:
             "use fewer or smaller properties, or less recursion"
         )
 
-    def cases(self, parts: tuple[Part, ...], opened: tuple[str, ...]) -> list[Case]:
-        """Return the cases of which a value that satisfies all `parts` satisfies one."""
+    def cases(self, parts: tuple[Part, ...], opened: tuple[str, ...] = ("#",)) -> list[Case]:
+        """Return the cases of which a value that satisfies all `parts` satisfies one.
+
+        Args:
+            parts: The schemas.
+            opened: The references through which they were reached, with repetitions.
+
+        Returns:
+            The cases; none if a schema is false.
+
+        Raises:
+            Nothing: A reference would be opened once too often.
+            InputError: A schema is invalid or not supported.
+
+        """
         cases = [Case((), opened)]
         for part in parts:
-            cases = self._product(cases, self._expand(part, opened), opened)
+            cases = self._product(cases, self._expand(part, opened, len(opened)), opened)
+        self._count(len(cases) + 1)
         return cases
+
+    def _count(self, work: int) -> None:
+        self._work += work
+        if self._work > _MAX_WORK:
+            raise self.too_large(f"more than {_MAX_WORK:,} cases", f"{_MAX_WORK:,}")
+
+    def admits(self, value: Any, parts: tuple[Part, ...]) -> bool:
+        """Return whether a value satisfies all `parts`, each keyword as JSON Schema means it."""
+        return any(self.holds(value, case) for case in self.cases(parts))
+
+    def holds(self, value: Any, case: Case) -> bool:
+        """Return whether a value satisfies a case."""
+        kind = kind_of(value)
+        if kind not in case.kinds or (case.listed and identity(value) not in case.listed):
+            return False
+        match value:
+            case str():
+                return self._string_holds(value, case)
+            case list():
+                items = (self.admits(item, item_of(case, i)) for i, item in enumerate(value))
+                unique = any(part.schema for part in case.given("uniqueItems"))
+                different = not unique or len(set(map(identity, value))) == len(value)
+                return case.allows("Items", len(value)) and different and all(items)
+            case dict():
+                inner = (self.admits(value[key], property_of(case, key)) for key in value)
+                there = all(key in value for part in case.given("required") for key in part.schema)
+                return case.allows("Properties", len(value)) and there and all(inner)
+        return kind not in ("integer", "fraction") or _number_holds(exact(value), case)
+
+    def _string_holds(self, value: str, case: Case) -> bool:
+        # Patterns of strangers are not searched for: Python's `re` may take forever.
+        for part in case.given("pattern"):
+            raise InputError(f"{part.path}={shown(part.schema)} beside enum or const: leave it out")
+        formats = [FORMATS.get(part.schema) for part in case.given("format")]
+        fits = all(text is not None and re.fullmatch(text, value) for text in formats)
+        return fits and case.allows("Length", len(value))
 
     def _product(self, some: list[Case], others: list[Case], opened: tuple[str, ...]) -> list[Case]:
         if len(some) * len(others) > _MAX_CASES:
@@ -217,7 +290,7 @@ class Cases:
             for one, other in itertools.product(some, others)
         ]
 
-    def _expand(self, part: Part, opened: tuple[str, ...]) -> list[Case]:
+    def _expand(self, part: Part, opened: tuple[str, ...], start: int) -> list[Case]:
         schema = part.schema
         if isinstance(schema, bool):
             return [Case((), opened)] if schema else []
@@ -225,26 +298,30 @@ class Cases:
         cases = [Case((part,), opened)]
         if "$ref" in schema:
             target = self._target(part)
+            said = f"{part.path}.$ref={shown(schema['$ref'])}: this recursion never ends: "
+            if target.path in opened[start:]:
+                raise InputError(said + "a value would have to satisfy itself: leave it out")
             if opened.count(target.path) >= _MAX_OPEN:
-                raise Nothing(
-                    f"{part.path}.$ref={shown(schema['$ref'])}: this recursion never ends: "
-                    "give it an alternative without it, or make the property optional"
-                )
+                raise Nothing(said + "give it an alternative, or make the property optional")
             inner = (*opened, target.path)
-            cases = self._product(cases, self._expand(self._named(target), inner), opened)
+            cases = self._product(cases, self._expand(self._named(target), inner, start), opened)
         for index in range(len(schema.get("allOf", []))):
-            cases = self._product(cases, self._expand(part.sub("allOf", index), opened), opened)
+            cases = self._product(
+                cases, self._expand(part.sub("allOf", index), opened, start), opened
+            )
         for keyword in ("anyOf", "oneOf"):
             if keyword in schema:
-                cases = self._alternatives(cases, part.sub(keyword), opened)
+                cases = self._alternatives(cases, part.sub(keyword), opened, start)
         return cases
 
-    def _alternatives(self, base: list[Case], part: Part, opened: tuple[str, ...]) -> list[Case]:
+    def _alternatives(
+        self, base: list[Case], part: Part, opened: tuple[str, ...], start: int
+    ) -> list[Case]:
         """Return the cases of anyOf or oneOf; an alternative that would recurse is left out."""
         groups, reason = [], None
         for index in range(len(part.schema)):
             try:
-                cases = self._expand(part.sub(index), opened)
+                cases = self._expand(part.sub(index), opened, start)
             except Nothing as error:
                 reason = error
             else:
@@ -265,16 +342,16 @@ class Cases:
 
     def _apart(self, one: Case, other: Case, depth: int) -> bool:
         """Return whether it is certain that no value satisfies both cases."""
-        kinds = one.kinds() & other.kinds()
-        values, more = one.values(), other.values()
-        if values is not None and more is not None:
-            return not set(map(identity, values)) & set(map(identity, more))
+        self._count(1)
+        kinds = one.kinds & other.kinds
+        if one.listed is not None and other.listed is not None:
+            return one.listed.keys().isdisjoint(other.listed)
         if kinds != {"object"} or not depth:
             return not kinds
         for part in one.given("required") + other.given("required"):
             for key in part.schema:
                 try:
-                    found = [self.cases(property_of(case, key), ("#",)) for case in (one, other)]
+                    found = [self.cases(property_of(case, key)) for case in (one, other)]
                 except Nothing:
                     continue
                 if self._disjoint(*found, depth - 1):
@@ -381,7 +458,8 @@ def identity(value: Any) -> str:
             return [plain(inner) for inner in value]
         return int(value) if isinstance(value, float) and value == int(value) else value
 
-    return json.dumps(plain(value), sort_keys=True)
+    # Most values are strings, of which there may be many.
+    return f'"{value}' if isinstance(value, str) else json.dumps(plain(value), sort_keys=True)
 
 
 def json_text(value: Any) -> str:
@@ -397,3 +475,18 @@ def _encodes(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def exact(value: float) -> Fraction:
+    """Return a number as it is written, if a float keeps its digits, or else the float's value."""
+    if isinstance(value, float) and abs(value) < 10**DIGITS:
+        return Fraction(repr(value))
+    return Fraction(value)
+
+
+def _number_holds(value: Fraction, case: Case) -> bool:
+    low, high = case.bounds()
+    above = low is None or value > low[0] or (value == low[0] and not low[1])
+    below = high is None or value < high[0] or (value == high[0] and not high[1])
+    steps = [Fraction(str(part.schema)) for part in case.given("multipleOf")]
+    return above and below and not any(value % step for step in steps)

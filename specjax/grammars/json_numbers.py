@@ -100,6 +100,8 @@ def number_text(low: Bound, high: Bound, step: Fraction | None, whole: bool) -> 
         or floats do not tell the multiples apart.
 
     """
+    if low and high and (low[0] > high[0] or (low[0] == high[0] and (low[1] or high[1]))):
+        return ""
     if step is None and not whole:
         return _decimals_text(low, high, DIGITS) if low or high else NUMBER
     # An integer that is a multiple of p / q is a multiple of p.

@@ -21,17 +21,13 @@ from specjax.grammars.expressions import either, literal, optional, repeat
 from specjax.grammars.json_cases import (
     ALL_KINDS,
     FORMS,
-    LOWER,
     OF_KIND,
-    UPPER,
     Case,
     Cases,
     Nothing,
     Part,
-    identity,
     item_of,
     json_text,
-    kind_of,
     property_of,
 )
 from specjax.grammars.json_numbers import NUMBER, number_text
@@ -41,7 +37,6 @@ from specjax.grammars.json_strings import FORMATS, KEY, STRING, other_key, strin
 LARGEST = 200_000
 """The length above which a pattern is refused, in characters."""
 _MAX_DEPTH = 32  # of values in values: Python compiles groups in groups by recursion
-_MAX_VALUES = 20_000
 _MAX_PERMUTED = 5
 _NULL = "null"
 _BOOLEAN = "(?:true|false)"
@@ -75,19 +70,17 @@ class _Writer:
 
     def __init__(self, root: Any, name: str) -> None:
         self._cases = Cases(root, name)
-        self._values = 0
         self._depth = 0
+        self._size = 0
 
     def value(self, parts: tuple[Part, ...], opened: tuple[str, ...]) -> str:
         """Return the pattern of the values that satisfy all `parts`."""
         if not parts:
             return any_text(2)
-        self._values += 1
-        if self._values > _MAX_VALUES:
-            raise self._cases.too_large(f"{self._values:,} values or more", f"{_MAX_VALUES:,}")
         self._depth += 1
         if self._depth > _MAX_DEPTH:
             raise InputError(f"{parts[0].path} is nested deeper than {_MAX_DEPTH}: nest less")
+        outer, self._size = self._size, 0
         try:
             texts, reason = [], Nothing(f"{parts[0].path}: no value satisfies it: change it")
             for case in self._cases.cases(parts, opened):
@@ -99,15 +92,19 @@ class _Writer:
                 raise reason
         finally:
             self._depth -= 1
+            self._size = outer
         text = either(texts)
-        if len(text) > LARGEST:
-            raise self._cases.too_large(f"a pattern of {len(text):,} characters", f"{LARGEST:,}")
+        # Of all the values in the same one, which has their patterns in its own.
+        self._size += len(text)
+        if self._size > LARGEST:
+            size = f"a pattern of {self._size:,} characters or more"
+            raise self._cases.too_large(size, f"{LARGEST:,}")
         return text
 
     def _case(self, case: Case) -> str:
-        kinds, values = case.kinds(), case.values()
-        if values is not None:
-            return self._enumerated(case, values, kinds)
+        kinds = case.kinds
+        if case.listed is not None:
+            return self._enumerated(case, list(case.listed.values()))
         if not case.given("type"):
             kinds = {kind for kind, keys in OF_KIND.items() if case.given(*keys)}
             if not kinds:
@@ -139,25 +136,15 @@ class _Writer:
             case _:
                 return _number(case, whole=kind == "integer")
 
-    def _enumerated(self, case: Case, values: list[Any], kinds: set[str]) -> str:
+    def _enumerated(self, case: Case, values: list[Any]) -> str:
         """Return the pattern of those of `values` that other keywords allow."""
-        texts = {kind: [] for kind in kinds}
-        for value in values:
-            if kind_of(value) in kinds:
-                texts[kind_of(value)].append(json_text(value))
-        kept = []
-        for kind, found in texts.items():
-            if case.given(*OF_KIND.get(kind, ())):
-                rest = re.compile(self._of_kind(kind, case))
-                found = [text for text in found if rest.fullmatch(text)]
-            kept += found
-        if not kept:
+        texts = [literal(json_text(value)) for value in values if self._cases.holds(value, case)]
+        if not texts:
             raise Nothing(
                 f"{case.path}: none of its values {shown(values)} satisfies its other keywords: "
                 "change one"
             )
-        order = [json_text(value) for value in values]
-        return either([literal(text) for text in sorted(kept, key=order.index)])
+        return either(texts)
 
     def _array(self, case: Case) -> str:
         least, most = case.limits("Items")
@@ -206,17 +193,21 @@ class _Writer:
     def _permuted(self, case: Case, least: int, most: int | None) -> str:
         """Return the pattern of arrays of different values, of few that are listed."""
         part = next(part for part in case.given("uniqueItems") if part.schema)
-        cases = self._cases.cases(item_of(case, 0), case.opened)
-        values = {identity(value): value for found in cases for value in found.values() or []}
-        finite = all(found.values() is not None for found in cases)
-        texts = list(map(json_text, values.values()))
-        if not finite or len(texts) > _MAX_PERMUTED or case.given("prefixItems"):
+        cases = self._cases.cases(item_of(case, 0))
+        values: dict[str, Any] = {}
+        for found in cases:
+            values |= found.listed or {}
+        finite = all(found.listed is not None for found in cases)
+        if not finite or len(values) > _MAX_PERMUTED or case.given("prefixItems"):
             raise InputError(
                 f"{part.path}=True needs items with an enum of at most {_MAX_PERMUTED} values, "
                 "or maxItems of at most 1: leave it out"
             )
-        allowed = re.compile(self.value(item_of(case, 0), case.opened))
-        texts = [text for text in texts if allowed.fullmatch(text)]
+        texts = [
+            json_text(value)
+            for value in values.values()
+            if any(self._cases.holds(value, found) for found in cases)
+        ]
         most = len(texts) if most is None else min(most, len(texts))
         if least > most:
             raise Nothing(f"{case.path}.minItems={least} is more than there are values: lower it")
@@ -331,12 +322,13 @@ def _arrangements(texts: list[str], least: int, most: int, comma: str) -> str:
 
 def _string(case: Case) -> str:
     least, most = case.limits("Length")
-    told = {part.schema: part for part in case.given("pattern", "format")}
+    told = {("pattern", part.schema): part for part in case.given("pattern")}
+    told |= {("format", part.schema): part for part in case.given("format")}
     if len(told) > 1:
         part = list(told.values())[1]
         raise InputError(f"{part.path}={shown(part.schema)} beside another one: use one of them")
-    for value, part in told.items():
-        if part.path.endswith(".pattern"):
+    for (keyword, value), part in told.items():
+        if keyword == "pattern":
             return pattern_text(value, least, most, part.path)
         if value not in FORMATS:
             form = FORMS["format"][0]
@@ -348,27 +340,11 @@ def _string(case: Case) -> str:
     return STRING if (least, most) == (0, None) else string_text(least, most)
 
 
-def _exact(value: float) -> Fraction:
-    """Return a bound as it is written, if a float has as many digits, or else the float's value."""
-    if isinstance(value, float) and abs(value) < 1e15:
-        return Fraction(repr(value))
-    return Fraction(value)
-
-
-def _bounds(case: Case, keywords: tuple[str, str]) -> list[tuple[Fraction, bool]]:
-    inclusive, exclusive = keywords
-    bounds = [(_exact(part.schema), False) for part in case.given(inclusive)]
-    return bounds + [(_exact(part.schema), True) for part in case.given(exclusive)]
-
-
 def _number(case: Case, whole: bool) -> str:
     """Return the pattern of numbers between the bounds that are multiples of `multipleOf`."""
-    low = max(_bounds(case, LOWER), default=None)
-    highs = _bounds(case, UPPER)
-    high = min(highs, key=lambda bound: (bound[0], not bound[1]), default=None)
     steps = {Fraction(str(part.schema)): part for part in case.given("multipleOf")}
     step = next(iter(steps), None)
-    text = None if len(steps) > 1 else number_text(low, high, step, whole)
+    text = None if len(steps) > 1 else number_text(*case.bounds(), step, whole)
     if text is None:
         part = list(steps.values())[-1]
         raise InputError(
