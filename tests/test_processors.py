@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
+import scipy.special
 import scipy.stats
 from bad_input import refused
 from conftest import row_count, slow
@@ -189,6 +190,24 @@ def test_greedy_tokens_are_the_likeliest_by_the_definitions(tiny):
         for at, token in enumerate(output):
             found = by_hand(logits[len(prompt) - 1 + at], prompt, output[:at], params)
             assert found[token] > found.max() - 1e-4
+
+
+@pytest.mark.parametrize("drafter", [None, Ngram(prompt_lookup_min=1)])
+def test_processed_log_probabilities_are_those_of_the_definitions(drafter, tiny):
+    """After processors and, in sampled rows, the temperature; top-k leaves some tokens."""
+    sampling = [dataclasses.replace(one, logprobs=True, top_k=9) for one in asked(12)]
+    options = dict(sampling=sampling, drafter=drafter, logprobs_mode="processed_logprobs")
+    got = decode(tiny, PROMPTS, **options)
+    for row, (prompt, params) in enumerate(zip(PROMPTS, sampling, strict=True)):
+        output = got.token_ids[row]
+        tokens = jnp.array([[*prompt, *output, *[0] * 70][:70]], jnp.int32)
+        logits = np.asarray(every_logits(tiny.architecture, tiny.params, tokens))
+        for at, token in enumerate(output):
+            found = by_hand(logits[len(prompt) - 1 + at], prompt, output[:at], params)
+            if params.temperature:
+                found = np.where(found >= np.sort(found)[-9], found, -np.inf) / params.temperature
+            wanted = found[token] - scipy.special.logsumexp(found)
+            np.testing.assert_allclose(got.logprobs[row][at], wanted, atol=1e-4)
 
 
 DRAFTERS = {

@@ -17,7 +17,9 @@ class LoopPlan:
     `widths` are the window sizes at which a round can run, ascending up to N + 1. `chunks` are the
     sizes of the passes that read prompts, descending (`prefill`). `rounds_per_step` (R) bounds the
     rounds of one call. With `overlaps`, rounds also record sum_x min(p, q) at each verified node,
-    which costs one warp per node. With `full_drafts` the single drafter runs in each round for its
+    which costs one warp per node. With `processed_logprobs`
+    log-probabilities are those after processors and sampling parameters, which visits the slots of
+    the path one after another. With `full_drafts` the single drafter runs in each round for its
     full length, and limits only truncate its drafts; loops and branches then wait for no data,
     which an accelerator would have to send to the host. With a `page_size`, an engine's caches are
     pools of `num_pages` pages of so many tokens. `processors` change the logits of all rows, in
@@ -33,6 +35,7 @@ class LoopPlan:
     chunks: tuple[int, ...]
     rounds_per_step: int = 64
     logprobs: bool = False
+    processed_logprobs: bool = False
     overlaps: bool = False
     full_drafts: bool = False
     page_size: int | None = None

@@ -179,7 +179,16 @@ def verify_draft(
     proposed = jnp.take_along_axis(window_tokens, jnp.pad(slots[:, 1:], ((0, 0), (0, 1))), axis=1)
     tokens = jnp.where(after, verification.next_token[:, None], proposed)
     logprobs = None
-    if plan.logprobs:
+    if plan.logprobs and plan.processed_logprobs:
+        greedy = state.rows.sampling.temperature <= 0
+
+        def chosen(slots: Int[Array, "B"]) -> Float[Array, "B V"]:
+            # A greedy row's temperature would leave a single token.
+            own = jax.nn.log_softmax(logits_at(slots), axis=-1)
+            return jnp.where(greedy[:, None], own, target(slots)) if plan.flags.sampled else own
+
+        logprobs = _logprobs(chosen, slots, tokens, verification.num_accepted)
+    elif plan.logprobs:
         norm = jax.scipy.special.logsumexp(logits, axis=-1, keepdims=True)
         along = jnp.take_along_axis(logits - norm, slots[:, :, None], axis=1)
         logprobs = jnp.take_along_axis(along, tokens[:, :, None], axis=2)[:, :, 0]
@@ -212,6 +221,28 @@ def verify_draft(
         logprobs,
         _overlaps(tree, verification, target, draft.topology.depth) if plan.overlaps else None,
     )
+
+
+def _logprobs(
+    distributions: sampling.Distributions,
+    slots: Int[Array, "B T"],
+    tokens: Int[Array, "B T"],
+    accepted: Int[Array, "B"],
+) -> Float[Array, "B T"]:
+    """Return the log-probability of the token after each of a path's slots.
+
+    Entries after the first `accepted[b]` + 1 may be 0.
+    """
+
+    def visit(depth: Int[Array, ""], found: Float[Array, "B T"]) -> Float[Array, "B T"]:
+        slot, token = (
+            lax.dynamic_index_in_dim(each, depth, axis=1, keepdims=False)
+            for each in (slots, tokens)
+        )
+        own = jnp.take_along_axis(distributions(slot), token[:, None], axis=1).astype(found.dtype)
+        return lax.dynamic_update_slice(found, own, (0, depth))
+
+    return lax.fori_loop(0, jnp.max(accepted) + 1, visit, jnp.zeros(slots.shape, jnp.float32))
 
 
 def as_drafted(draft: Draft, topology: AnyTopology) -> sampling.Drafted:

@@ -8,7 +8,7 @@ import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from specjax import sampling
 from specjax.controllers import Auto, ByBatch, Controller, Fixed
@@ -210,6 +210,10 @@ class DecodeOptions:
     processors: Sequence[Processor] = ()
     """Processors of your own, which change the logits of all rows, in this order, before those that
     sampling parameters ask for.
+    """
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
+    """Whether log-probabilities are the target's own, or those after processors and sampling
+    parameters (but a temperature of 0), as in vLLM.
     """
     num_kept_states: Annotated[int | None, optional(Whole(1))] = None
     """The most beginnings after which the state of recurrent layers is kept, so that requests can

@@ -308,6 +308,7 @@ def _plan(
         chunks=options.chunks(_chunks(platform, capacity, axis_size(target.mesh, DATA))),
         rounds_per_step=max(LoopPlan.rounds_per_step, options.rounds_per_step),
         logprobs=logprobs,
+        processed_logprobs=options.logprobs_mode == "processed_logprobs",
         page_size=options.kv_page_size,
         num_pages=num_pages,
         processors=union(options.processors, processors),

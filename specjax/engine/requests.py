@@ -141,7 +141,7 @@ class SamplingParams:
     seed: Annotated[int, SEED] | None = None
     """The seed of the request's own key; by default its key derives from its number."""
     logprobs: bool = False
-    """Whether to return each token's log-probability under the target's unwarped distribution."""
+    """Whether to return each token's log-probability; see `DecodeOptions.logprobs_mode`."""
     ignore_eos: bool = False
     """Whether the output continues after an end-of-sequence token of the model."""
     presence_penalty: Annotated[float, PENALTY] = 0.0
