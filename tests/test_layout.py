@@ -40,7 +40,8 @@ ORDER = [
     "specjax.core",
     "specjax.distributed",
     "specjax.fields",
-    "specjax.files specjax.grammars specjax.theory",
+    "specjax.grammars",
+    "specjax.files specjax.theory",
     "specjax.sampling specjax.controllers specjax.trees specjax.metrics specjax.signals "
     "specjax.errors",
 ]

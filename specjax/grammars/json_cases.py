@@ -22,8 +22,9 @@ from specjax.grammars.json_strings import FORMATS
 
 _MAX_OPEN = 3  # of the same reference, one inside the other
 _MAX_CASES = 1_000
-_MAX_WORK = 50_000  # cases in all: schemas of strangers end in a second
+_MAX_WORK = 50_000  # cases in all: the largest schemas of strangers take seconds
 _MAX_COUNT = 65_535
+_MAX_DIGITS = 40  # of bounds: each is a group in a group
 
 _ANNOTATIONS = frozenset(
     [
@@ -98,7 +99,10 @@ def _are_names(value: Any) -> bool:
 
 # The form of each keyword's value: what the message says, and the test.
 _COUNT = (f"a whole number from 0 to {_MAX_COUNT:,}", _is_count)
-_NUMBER = ("a number", _is_number)
+_NUMBER = (
+    f"a number of at most {_MAX_DIGITS} digits",
+    lambda value: _is_number(value) and abs(value) < 10**_MAX_DIGITS,
+)
 _SCHEMA = ("a schema: an object, true or false", _is_schema)
 _SCHEMAS = ("a list of at least one schema", _are_schemas)
 _TEXT = ("a string", lambda value: isinstance(value, str))
@@ -328,14 +332,21 @@ class Cases:
                 groups.append(self._product(base, cases, opened))
         if reason and not any(groups):
             raise reason
-        if part.path.endswith(".oneOf"):
-            for one, other in itertools.combinations(groups, 2):
-                if not self._disjoint(one, other, 2):
-                    raise InputError(
-                        f"{part.path}={shown(part.schema)}: it is not certain that no value "
-                        "satisfies two of the alternatives: use anyOf"
-                    )
+        if part.path.endswith(".oneOf") and not self._all_disjoint(groups):
+            raise InputError(
+                f"{part.path}={shown(part.schema)}: it is not certain that no value satisfies two "
+                "of the alternatives: use anyOf"
+            )
         return list(itertools.chain(*groups))
+
+    def _all_disjoint(self, groups: list[list[Case]]) -> bool:
+        """Return whether it is certain that no value satisfies cases of two groups."""
+        if all(case.listed is not None for group in groups for case in group):
+            # Long lists of constants are quick.
+            listed = [{key for case in group for key in case.listed or ()} for group in groups]
+            return sum(map(len, listed)) == len(set().union(*listed))
+        pairs = itertools.combinations(groups, 2)
+        return all(self._disjoint(one, other, 2) for one, other in pairs)
 
     def _disjoint(self, some: list[Case], others: list[Case], depth: int) -> bool:
         return all(self._apart(one, other, depth) for one in some for other in others)

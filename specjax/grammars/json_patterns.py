@@ -10,6 +10,7 @@ from specjax.errors import InputError, shown
 from specjax.grammars.expressions import either, repeat
 from specjax.grammars.json_strings import ANY, Ranges, char_text, joined, others
 
+_MAX_DEPTH = 40  # Python compiles groups in groups by recursion
 _WORD: Ranges = [(0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)]
 _DIGITS: Ranges = [(0x30, 0x39)]
 # What some take for a space, and what all do.
@@ -69,6 +70,7 @@ class _PatternReader:
     def __init__(self, pattern: str, path: str) -> None:
         self._pattern = pattern
         self._path = path
+        self._depth = 0
 
     def refusal(self, what: str, remedy: str) -> InputError:
         """Return the error of a pattern that has something."""
@@ -110,6 +112,9 @@ class _PatternReader:
         `left` and `right` say that it begins, or ends, where the pattern does: there any text may
         be, unless there is an anchor.
         """
+        self._depth += 1
+        if self._depth > _MAX_DEPTH:
+            raise self.refusal(f"more than {_MAX_DEPTH} groups in each other", "use fewer")
         before = after = ""
         if left and items and _is_anchor(items[0], "AT_BEGINNING"):
             items, left = items[1:], False
@@ -125,6 +130,7 @@ class _PatternReader:
             self._item(item, left and index == 0, right and index == end)
             for index, item in enumerate(items)
         ]
+        self._depth -= 1
         return None if None in texts else before + "".join(texts) + after
 
     def _item(self, item: tuple[Any, Any], left: bool, right: bool) -> str | None:

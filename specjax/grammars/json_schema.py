@@ -16,7 +16,8 @@ import re
 from fractions import Fraction
 from typing import Any
 
-from specjax.errors import InputError, shown
+from specjax.errors import InputError, one_line, shown
+from specjax.files.json_files import parse_json
 from specjax.grammars.expressions import either, literal, optional, repeat
 from specjax.grammars.json_cases import (
     ALL_KINDS,
@@ -59,10 +60,15 @@ def schema_pattern(schema: Any, name: str = "json_schema") -> str:
 
     """
     try:
-        schema = json.loads(json.dumps(schema, allow_nan=False))
+        text = json.dumps(schema, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise InputError(f"{name} must consist of JSON values of moderate depth: {error}") from None
-    return _Writer(schema, name).value((Part(schema, name),), ("#",))
+        raise InputError(f"{name} must be a value of JSON: {one_line(error)}") from None
+    # A copy, of JSON's types alone.
+    schema = parse_json(text, name, "use values of JSON, and nest less")
+    try:
+        return _Writer(schema, name).value((Part(schema, name),), ("#",))
+    except RecursionError:  # where the caller has used much of the stack
+        raise InputError(f"{name} is nested too deeply: nest less") from None
 
 
 class _Writer:
