@@ -151,6 +151,11 @@ BAD = {
     "forced_token_ids": ["ab", 5, [None]],
     "min_tokens": ["a", -1, 1.5],
     "no_repeat_ngram_size": ["a", -1, 1.5, 2**31],
+    "regex": [5, "", "(a", "a(?=b)", "[^\\s\\S]", "a{9999}{9999}"],
+    "json_schema": [5, "", "{", [], {"type": "nosuch"}, {"type": set()}, {"not": {}}],
+    "choice": [5, "a", [], [""], [5]],
+    "grammar_after": [5, None, "x"],
+    "logprobs_mode": [5, "raw", None],
     "committed": [5, "ab", [-1], [9]],
     "requested": [3, np.zeros(2), [1.0]],
 }

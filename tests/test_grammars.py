@@ -20,9 +20,8 @@ CHARACTERS = "ab1_ \né€😀"
 
 def patterns(depth=3):
     """Expressions over few characters, with everything that the syntax has."""
-    single = st.sampled_from(
-        ["a", "b", "é", "€", "😀", ".", r"\d", r"\W", r"\s", "[ab]", "[^a]", "[^é-€]", "[a-c😀]", ""]
-    )
+    classes = ["[ab]", "[^a]", "[^é-€]", "[a-c😀]", r"\d", r"\W", r"\s", "."]
+    single = st.sampled_from(["a", "b", "é", "€", "😀", "", *classes])
     if not depth:
         return single
     inner = patterns(depth - 1)
@@ -42,12 +41,7 @@ def patterns(depth=3):
 def test_automata_accept_what_python_matches(pattern, texts):
     """Of ASCII classes, as in JSON Schema; alternatives in any order."""
     compiled = re.compile(pattern, re.ASCII)
-    try:
-        automaton = byte_automaton(pattern)
-    except Exception as error:
-        assert "no text matches" in str(error), error
-        assert not any(compiled.fullmatch(text) for text in texts)
-        return
+    automaton = byte_automaton(pattern)
     for text in [*texts, "", *CHARACTERS]:
         assert automaton.accepts(text.encode()) == bool(compiled.fullmatch(text)), text
 
@@ -121,7 +115,9 @@ def outputs(most, ends, allowed):
 
 
 @pytest.mark.parametrize("ends", [(END,), ()])
-@pytest.mark.parametrize("pattern", ["a*b", "(ab|é)+", "aab|aba?", "é?", "(a|ab)(b[ab]|b)?", "([abé][abé])*"])
+@pytest.mark.parametrize(
+    "pattern", ["a*b", "(ab|é)+", "aab|aba?", "é?", "(a|ab)(b[ab]|b)?", "([abé][abé])*"]
+)
 def test_tables_allow_what_can_be_completed(pattern, ends):
     """Compared with all texts of a few characters, by the definition."""
     table = table_of(pattern, ends)
@@ -130,7 +126,7 @@ def test_tables_allow_what_can_be_completed(pattern, ends):
     def text_of(tokens):
         return b"".join(VOCABULARY.later[token] or b"" for token in tokens)
 
-    texts = ("".join(letters) for size in range(7) for letters in itertools.product("abé", repeat=size))
+    texts = map("".join, itertools.chain(*(itertools.product("abé", repeat=n) for n in range(7))))
     complete = {text.encode() for text in texts if matches.fullmatch(text)}
     begins = {text[:at] for text in complete for at in range(len(text) + 1)}
     for output in outputs(3, ends, lambda one: len(text_of(one)) < 5):

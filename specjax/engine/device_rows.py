@@ -24,9 +24,9 @@ from specjax.core.state import (
     without_entries,
 )
 from specjax.distributed.sharding import first_device
+from specjax.engine.grammars import table_of
 from specjax.engine.length_control import time_steps
 from specjax.engine.plan import DecodePlan, flags_of
-from specjax.engine.grammars import table_of
 from specjax.engine.processing import carried_over, processors_of, union
 from specjax.engine.programs import (
     Programs,

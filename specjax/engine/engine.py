@@ -24,10 +24,10 @@ from specjax.controllers import Controller, Limits
 from specjax.core.state import RUNNING, Packed, Seen
 from specjax.drafters import Drafter, LoadedDrafter, make_drafter
 from specjax.engine.device_rows import DeviceRows
+from specjax.engine.grammars import table_of
 from specjax.engine.length_control import LengthControl, step_record
 from specjax.engine.options import DecodeOptions, read_arguments, read_sampling
 from specjax.engine.outputs import ABORTED, Delta, RequestId
-from specjax.engine.grammars import table_of
 from specjax.engine.plan import DecodePlan, check_length, check_sampling, plan_engine, round_up
 from specjax.engine.programs import Programs
 from specjax.engine.requests import (

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 from specjax.engine.requests import SamplingParams, stop_ids
-from specjax.errors import InputError, one_line
+from specjax.errors import InputError
 from specjax.files.json_files import parse_json
 from specjax.grammars.json_schema import schema_pattern
 from specjax.grammars.regular_expressions import byte_automaton

@@ -30,8 +30,8 @@ from specjax.distributed.sharding import (
     spread,
 )
 from specjax.drafters import DRAFTER_KIND, Drafter, LoadedDrafter, Turns
-from specjax.engine.options import DecodeOptions
 from specjax.engine.grammars import table_of
+from specjax.engine.options import DecodeOptions
 from specjax.engine.processing import check_processing, check_shapes, processors_of, union
 from specjax.engine.requests import (
     Prompts,

@@ -166,7 +166,7 @@ class SamplingParams:
     """The size of n-grams that prompt and output together never have twice; 0 is off."""
     forced_token_ids: Annotated[Sequence[int] | None, _TOKENS] = ()
     """Tokens with which the output begins, whatever other parameters say."""
-    regex: Annotated[str | None, optional(Text(blank=True))] = None
+    regex: Annotated[str | None, optional(Text())] = None
     """A regular expression that the whole output matches."""
     json_schema: Annotated[Mapping[str, Any] | str | bool | None, optional(JsonSchema())] = None
     """A JSON schema of which the output is a value."""

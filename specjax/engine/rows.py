@@ -42,8 +42,8 @@ class Row:
 
     `id` is that under which it was added; several samples of a request share it. `added`, `begun`,
     `first_token` and `last_token` are clock readings in seconds. `rounds_under_way` is the most
-    rounds that it may run in the steps that have started. Without a tokenizer there is no text. `grammar`
-    is the table of the grammar that the output follows, if any.
+    rounds that it may run in the steps that have started. Without a tokenizer there is no text.
+    `grammar` is the table of the grammar that the output follows, if any.
     """
 
     def __init__(

@@ -19,8 +19,8 @@ class ByteAutomaton:
     state is in the language.
     """
 
-    successors: Int[np.ndarray, "S 256"]
-    accepting: Bool[np.ndarray, "S"]
+    successors: Int[np.ndarray, "states 256"]
+    accepting: Bool[np.ndarray, "states"]
 
     def accepts(self, text: bytes) -> bool:
         """Return whether a text is in the language."""
@@ -75,12 +75,12 @@ class ByteAutomaton:
         )
 
 
-def _numbered(values: Int[np.ndarray, "S *columns"]) -> Int[np.ndarray, "S"]:
+def _numbered(values: np.ndarray) -> Int[np.ndarray, "states"]:
     """Return numbers from 0 on that are equal where rows of `values` are."""
     return np.unique(values, axis=0, return_inverse=True)[1].reshape(-1)
 
 
-def _distances_to_acceptance(automaton: ByteAutomaton) -> Int[np.ndarray, "S"]:
+def _distances_to_acceptance(automaton: ByteAutomaton) -> Int[np.ndarray, "states"]:
     """Return the least number of bytes from each state to an accepting one, -1 if there is none."""
     distance = np.where(automaton.accepting, 0, -1)
     before = [set[int]() for _ in distance]
@@ -97,7 +97,9 @@ def _distances_to_acceptance(automaton: ByteAutomaton) -> Int[np.ndarray, "S"]:
 
 
 def _renumbered(
-    successors: Int[np.ndarray, "S 256"], accepting: Bool[np.ndarray, "S"], groups: np.ndarray
+    successors: Int[np.ndarray, "states 256"],
+    accepting: Bool[np.ndarray, "states"],
+    groups: np.ndarray,
 ) -> ByteAutomaton:
     """Return the automaton of groups of states, those that the first one reaches, it being 0."""
     numbers, member = {groups[0]: 0}, [0]

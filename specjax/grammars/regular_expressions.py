@@ -9,6 +9,7 @@ that are made of several single-byte tokens.
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -46,9 +47,9 @@ _NO_LANGUAGE = {
 
 
 def byte_automaton(pattern: str, name: str = "regex") -> ByteAutomaton:
-    """Return the minimal automaton of the texts that match `pattern` as a whole.
+    r"""Return the minimal automaton of the texts that match `pattern` as a whole.
 
-    `\\d`, `\\w` and `\\s` are those of ASCII, as in JSON Schema. `^` at the beginning and `$` at
+    `\d`, `\w` and `\s` are those of ASCII, as in JSON Schema. `^` at the beginning and `$` at
     the end change nothing. Raises InputError, which calls the expression `name`, for one that does
     not parse, that needs more than a finite automaton, that no text matches, or with too many
     states.
@@ -202,7 +203,7 @@ def _characters(op: Any, argument: Any, flags: int) -> Ranges:
 
 
 def _category(category: Any) -> Ranges:
-    """Return the characters of a class such as `\\d`."""
+    r"""Return the characters of a class such as `\d`."""
     named = {
         ops.CATEGORY_DIGIT: _DIGITS,
         ops.CATEGORY_WORD: _WORD,
@@ -305,7 +306,7 @@ def _deterministic(parts: _Parts, begin: int, end: int) -> ByteAutomaton:
         arrows = [arrow for state in states for arrow in parts.arrows[state]]
         edges = sorted({edge for first, last, _ in arrows for edge in (first, last + 1)})
         row = np.full(256, DEAD, np.int32)
-        for low, high in zip(edges, edges[1:], strict=False):
+        for low, high in itertools.pairwise(edges):
             reached = {after for first, last, after in arrows if first <= low <= last}
             if not reached:
                 continue

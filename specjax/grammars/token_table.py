@@ -53,9 +53,9 @@ class TokenTable:
     """
 
     classes: Int[np.ndarray, "V"]
-    successors: Int[np.ndarray, "S C"]
-    least: Int[np.ndarray, "S"]
-    drafts: Int[np.ndarray, "S"]
+    successors: Int[np.ndarray, "states classes"]
+    least: Int[np.ndarray, "states"]
+    drafts: Int[np.ndarray, "states"]
 
     def state_after(self, tokens: Sequence[int]) -> int:
         """Return the state after an output's tokens, `DEAD` if one of them is not allowed."""
@@ -146,7 +146,7 @@ class _Columns:
             self._columns.append(column)
         return self._numbers[key]
 
-    def column(self, number: int) -> Int[np.ndarray, "S"]:
+    def column(self, number: int) -> Int[np.ndarray, "states"]:
         """Return a column by its number."""
         return self._columns[number]
 
@@ -178,7 +178,7 @@ def _forced_tokens(
     left_out: frozenset[int],
     end: Sequence[int],
     before: int,
-) -> Int[np.ndarray, "S"]:
+) -> Int[np.ndarray, "states"]:
     """Return the longest token of the text that has to follow in each state, -1 without one.
 
     `texts` are those of tokens, of which some are `left_out`. Where nothing can follow a complete
@@ -207,10 +207,10 @@ def _forced_tokens(
 
 
 def _reduced(
-    successors: Int[np.ndarray, "S C"],
+    successors: Int[np.ndarray, "states classes"],
     complete: np.ndarray,
     classes: Int[np.ndarray, "V"],
-    drafts: Int[np.ndarray, "S"],
+    drafts: Int[np.ndarray, "states"],
     name: str,
 ) -> TokenTable:
     """Return the table without states that no output reaches, or from which none is completed.
@@ -254,8 +254,10 @@ def _reduced(
 
 
 def _allowed_drafts(
-    drafts: Int[np.ndarray, "S"], successors: Int[np.ndarray, "S C"], classes: Int[np.ndarray, "V"]
-) -> Int[np.ndarray, "S"]:
+    drafts: Int[np.ndarray, "states"],
+    successors: Int[np.ndarray, "states classes"],
+    classes: Int[np.ndarray, "V"],
+) -> Int[np.ndarray, "states"]:
     """Return the drafts that are allowed, and the only allowed token where there is one."""
     states = np.arange(len(drafts))
     allowed = successors[states, classes[np.maximum(drafts, 0)]] != DEAD
@@ -270,7 +272,7 @@ def _allowed_drafts(
 
 def _distances(
     source: np.ndarray, target: np.ndarray, count: int, start: int
-) -> Int[np.ndarray, "S"]:
+) -> Int[np.ndarray, "states"]:
     """Return the least number of arrows from node `start` to each of `count`, -1 without a way."""
     arrows = csr_array((np.ones(len(source), bool), (source, target)), shape=(count, count))
     distance = dijkstra(arrows, indices=start, unweighted=True)

@@ -20,9 +20,9 @@ class GrammarState:
     """
 
     classes: Int[Array, "B V"]
-    successors: Int16[Array, "B S C"]
-    least: Int[Array, "B S"]
-    drafts: Int[Array, "B S"]
+    successors: Int16[Array, "B states classes"]
+    least: Int[Array, "B states"]
+    drafts: Int[Array, "B states"]
     room: Int[Array, "B"]
     state: Int[Array, "B"]
     emitted: Int[Array, "B"]
@@ -33,7 +33,7 @@ class Grammar(Processor):
     """Forbids tokens after which the output could not be completed in the language of a grammar.
 
     Nor could it be if too few tokens were left for the row's limit. Tables have up to `num_states`
-    states (S) and `num_classes` classes of tokens (C).
+    states and `num_classes` classes of tokens.
     """
 
     num_states: int = 1
@@ -73,7 +73,9 @@ class Grammar(Processor):
         return jnp.where(state.state < 0, -1, drafts[:, 0])
 
 
-def _row(successors: Int16[Array, "B S C"], state: Int[Array, "B"]) -> Int[Array, "B C"]:
+def _row(
+    successors: Int16[Array, "B states classes"], state: Int[Array, "B"]
+) -> Int[Array, "B classes"]:
     """Return what follows each class of tokens in each row's state, -1 where none may."""
     at = jnp.maximum(state, 0)[:, None, None]
     found = jnp.take_along_axis(successors, at, axis=1)[:, 0].astype(jnp.int32)

@@ -69,7 +69,7 @@ NEXT = {
     2: {3: 1},
     3: {1: 0, 2: 3, 6: 2, 7: 0},
 }
-"""A grammar in which what may follow depends on all tokens before, and 3 has to follow in state 2."""
+"""A grammar in which what may follow depends on all tokens before: one alone in state 2."""
 _layers = contextvars.ContextVar("layers", default="attention")
 
 

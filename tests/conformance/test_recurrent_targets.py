@@ -6,8 +6,4 @@ from conformance.methods import TOPOLOGIES
 
 
 class TestRecurrentTargets(Conformance):
-    cells = tuple(
-        cell
-        for topology in TOPOLOGIES
-        for cell in cells(topology, ("delta", "mamba2"))
-    )
+    cells = tuple(cell for topology in TOPOLOGIES for cell in cells(topology, ("delta", "mamba2")))
