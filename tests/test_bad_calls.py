@@ -483,10 +483,10 @@ def test_draft_models_with_another_tokenizer(tiny):
 
     make, one, other = specjax.make_drafter, letters("abcd"), letters("acbd")
     smaller = random_model(tiny_config(vocab_size=50), 0, dtype="float32")
-    said = "tokenizers of .* differ .61 against 50 tokens"
+    said = "have 61 and 50 tokens, and no tokenizers by which these could be compared"
     refused(lambda: make("draft_model", tiny, smaller), said)
     target, draft = (dataclasses.replace(tiny, tokenizer=own) for own in (one, other))
-    said = "tokenizers of .* differ .*'b'.*'c'"
+    said = "the texts of .* tokens depend on one another"
     refused(lambda: make("draft_model", target, draft), said)
 
 

@@ -96,7 +96,7 @@ USUAL_PAIRS = {
 }
 """The methods that the default suite has beside a lookup, under `rejection`."""
 
-USUAL_VARIANTS = "itself", "random", "draft_model_few_keys", "eagle3_few_keys"
+USUAL_VARIANTS = "itself", "random", "translated", "draft_model_few_keys", "eagle3_few_keys"
 
 
 def is_usual(cell):

@@ -26,6 +26,7 @@ from specjax.loading.quantize import quantized_model
 from specjax.methods.corpus.drafter import Corpus
 from specjax.methods.corpus.sorted_text import sorted_text, with_separator
 from specjax.methods.draft_model.drafter import DraftModel
+from specjax.methods.draft_model.other_tokenizer import TokenMap, TranslatedModel
 from specjax.methods.ngram import Ngram
 from specjax.methods.quantized import Quantized
 from specjax.methods.registry import METHODS
@@ -188,7 +189,27 @@ MAKERS = {
     "forced": named("forced"),
 }
 """How to make a drafter of each method: a new one needs its line here, and is proved by it."""
+
+
+def translated(**options):
+    """The model with two tokens in another order, and one that the target does not have."""
+    model, ids = similar(), np.array([0, 2, 1, 3, 4, 5, 6], np.int32)
+    tokens = TokenMap(np.arange(VOCAB - 1, dtype=np.int32), ids, np.append(ids, np.int32(3)))
+    params = TranslatedModel.parameters(_reordered(model.params, [0, 2, 1, 3, 4, 5, 6, 7]), tokens)
+    drafter = DraftModel(TranslatedModel(model.architecture, VOCAB), **options)
+    return LoadedDrafter(drafter, params)
+
+
+def _reordered(params, ids):
+    """The parameters of a model whose token i is the token `ids[i]` of the given one."""
+    params = dict(params) | {"embed": {"embedding": params["embed"]["embedding"][jnp.array(ids)]}}
+    if "head" in params:
+        params["head"] = {"kernel": params["head"]["kernel"][:, jnp.array(ids)]}
+    return params
+
+
 VARIANTS = {
+    "translated": translated,
     "itself": lambda: LoadedDrafter(DraftModel(target().architecture), target().params),
     "shifting": lambda: LoadedDrafter(Shifting(VOCAB, step=VOCAB)),
     "random": lambda: random_distribution(VOCAB),

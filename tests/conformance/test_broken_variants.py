@@ -105,6 +105,12 @@ def ranked_by_own_q(real, params, state, context, noise):
     return draft.replace(tokens=draft.tokens.at[:, :2].set(drawn)), state
 
 
+def in_the_drafts_own_ids(real, params, state, context, noise):
+    """Tokens are the draft model's, not the target's."""
+    draft, state = real(params, state, context, noise)
+    return draft.replace(tokens=params["columns"][jnp.minimum(draft.tokens, VOCAB - 2)]), state
+
+
 def claimed_without_the_grammar(real, params, state, context, noise):
     """Tokens are drawn among those that may follow, from what counts as drawn among all."""
     draft, after = real(params, state, context, noise)
@@ -125,6 +131,7 @@ def residual_is_p(tokens, num_valid, target, draft, uniforms):
         ("draft_model", "chain", "rejection", shortened),
         ("draft_model", "chain", Deciding(residual_is_p), None),
         ("draft_model_few_keys", "chain", "rejection", over_all_keys),
+        ("translated", "chain", "rejection", in_the_drafts_own_ids),
         ("medusa", "static", "rejection", one_distribution_late),
         ("medusa", "static", "rejection", ranked_by_own_q),
         ("corpus", "chain", "rejection", uniformly_drawn),

@@ -28,8 +28,10 @@ from specjax.errors import InputError
 from specjax.loading.load import load_draft_model, with_vocabulary
 from specjax.loading.model import Model
 from specjax.loading.quantize import float_model, in_stacked_form, quantized_model
+from specjax.loading.user_messages import note
 from specjax.methods.draft_model.head import KIND, ReducedDecoder
-from specjax.methods.draft_model.tokenizers import check_tokenizers
+from specjax.methods.draft_model.other_tokenizer import TranslatedModel, token_map
+from specjax.methods.draft_model.tokenizers import same_tokens
 from specjax.methods.heads.examined import WINDOW, TrueText, Variation, within
 from specjax.methods.heads.head import Head
 from specjax.methods.heads.head_drafter import HeadDrafter
@@ -61,10 +63,10 @@ class DraftModelState:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftModel(OwnCacheDrafter, HeadDrafter):
-    """A drafter that runs a separate, smaller model that shares the target's tokenizer.
+    """A drafter that runs a separate, smaller model.
 
-    Either vocabulary may have extra tokens at its end, which are not drafted. If the model's logits
-    cover only part of the vocabulary, "draft_ids" among its parameters are the token ids. Options
+    Tokens that only one of the two vocabularies has are not drafted. If the model's logits cover
+    only part of the vocabulary, "draft_ids" among its parameters are the token ids. Options
     are those of `OwnCacheDrafter`. Raises InputError for invalid options, and for a window of a
     model that has its own or is no decoder.
     """
@@ -82,8 +84,9 @@ class DraftModel(OwnCacheDrafter, HeadDrafter):
         """Return a drafter for a model at `path`, which is anything that `load_model` accepts.
 
         `path` may also be a `Model`, whose kernels by default keep their bits; otherwise `weights`
-        is the storage of the kernels (`DRAFT_WEIGHTS`). Raises InputError if loading fails, and for
-        a model with a different tokenizer.
+        is the storage of the kernels (`DRAFT_WEIGHTS`). A model with another tokenizer drafts the
+        tokens that it shares with the target (`other_tokenizer`). Raises InputError if loading
+        fails, and if there is none.
         """
         if not isinstance(path, Model):
             path = load_draft_model(path, target, weights, field="drafter.path")
@@ -91,10 +94,14 @@ class DraftModel(OwnCacheDrafter, HeadDrafter):
             path = float_model(path)
         elif weights != "auto":
             path = quantized_model(in_stacked_form(path), weights, field="drafter.weights")
-        check_tokenizers(target, path)
-        path = replace(
-            with_vocabulary(path, target.config.vocab_size), kv_cache_dtype=target.kv_cache_dtype
-        )
+        path = replace(path, kv_cache_dtype=target.kv_cache_dtype)
+        if not same_tokens(target, path):
+            tokens = token_map(target, path)
+            note(f"drafter: {tokens.described(target, path)}")
+            model = TranslatedModel(path.architecture, target.config.vocab_size)
+            params = TranslatedModel.parameters(path.params, tokens)
+            return LoadedDrafter(cls(model, **options), params)
+        path = with_vocabulary(path, target.config.vocab_size)
         return LoadedDrafter(cls(path.architecture, **options), path.params)
 
     @classmethod
@@ -305,18 +312,19 @@ class DraftModel(OwnCacheDrafter, HeadDrafter):
             return
         size = decoder.config.sliding_window.size
         decoder = replace(decoder, config=replace(decoder.config, sliding_window=None))
-        is_reduced = isinstance(self.model, ReducedDecoder)
+        is_wrapped = isinstance(self.model, ReducedDecoder | TranslatedModel)
         yield Variation(
             WINDOW,
             f"no window in place of {size} tokens",
             "sliding_window=null in the draft model's config",
-            replace(self, model=ReducedDecoder(decoder) if is_reduced else decoder),
+            replace(self, model=replace(self.model, decoder=decoder) if is_wrapped else decoder),
         )
 
     @property
     def _decoder(self) -> Decoder | None:
         """The model's decoder, or None for another model."""
-        model = self.model.decoder if isinstance(self.model, ReducedDecoder) else self.model
+        is_wrapped = isinstance(self.model, ReducedDecoder | TranslatedModel)
+        model = self.model.decoder if is_wrapped else self.model
         return model if isinstance(model, Decoder) else None
 
 
@@ -324,7 +332,7 @@ def _with_window(model: LanguageModel, window: SlidingWindow | None) -> Language
     """Return a decoder with a window in all layers, and any model as it is without one."""
     if window is None:
         return model
-    if isinstance(model, ReducedDecoder):
+    if isinstance(model, ReducedDecoder | TranslatedModel):
         return replace(model, decoder=_with_window(model.decoder, window))
     if not isinstance(model, Decoder):
         raise InputError(

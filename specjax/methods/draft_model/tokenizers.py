@@ -6,19 +6,20 @@ from specjax.errors import InputError
 from specjax.loading.model import Model
 
 
-def check_tokenizers(target: Model, draft: Model) -> None:
-    """Raise InputError, naming the first tokens that differ, unless the tokenizers agree.
+def same_tokens(target: Model, draft: Model) -> bool:
+    """Return whether tokens of two models with the same id are the same.
 
     Extra tokens at the end of one vocabulary are allowed, since models of a family are published
-    with them. If a model has no tokenizer, only the vocabulary sizes are compared.
+    with them. If a model has no tokenizer, only the vocabulary sizes are compared; InputError is
+    raised if these differ.
     """
-    if target.tokenizer is None or draft.tokenizer is None:
-        sizes = (target.config.vocab_size, draft.config.vocab_size)
-        difference = None if sizes[0] == sizes[1] else f"{sizes[0]} against {sizes[1]} tokens"
-    else:
-        difference = target.tokenizer.first_difference(draft.tokenizer, shared=True)
-    if difference is not None:
+    if target.tokenizer is not None and draft.tokenizer is not None:
+        return target.tokenizer.first_difference(draft.tokenizer, shared=True) is None
+    sizes = (target.config.vocab_size, draft.config.vocab_size)
+    if sizes[0] != sizes[1]:
         raise InputError(
-            f"drafter.path: the tokenizers of {target.name} and {draft.name} differ "
-            f"({difference}): use a draft model of the target's family, or train one on its tokens"
+            f"drafter.path: {target.name} and {draft.name} have {sizes[0]} and {sizes[1]} tokens, "
+            "and no tokenizers by which these could be compared; use a draft model of the target's "
+            "family, or train one on its tokens"
         )
+    return True
