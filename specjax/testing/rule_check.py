@@ -289,7 +289,7 @@ def _drafts(
         p = distributions_by_slot(pair.p, topology, tokens)
         q = distributions_by_slot(pair.q, topology, tokens)
         by_drafter = np.stack([q, _second(q)] if drafter.max() > 0 else [q], axis=1)
-        weight, possible = _weights(topology, drafter, tokens, by_drafter)
+        weight, possible = draw_weights(topology, drafter, tokens, by_drafter)
         drawn = weight > 0
         tokens, p, by_drafter = tokens[drawn], p[drawn], by_drafter[drawn]
         q = by_drafter.reshape(len(tokens), -1, vocab)
@@ -320,7 +320,7 @@ def _drafts(
     return Drafts(topology, drafter, *(np.concatenate(arrays) for arrays in fields)), groups
 
 
-def _weights(
+def draw_weights(
     topology: Topology,
     drafter: Int[np.ndarray, "N"],
     tokens: Int[np.ndarray, "I N"],

@@ -1,0 +1,349 @@
+"""Verification rules of drafted trees in NumPy, by closed formulas instead of random draws.
+
+For each draft a rule gives the probability that the path ends at each slot, and the distribution of
+the token after it. These are computations of their own, beside which tests put the rules of
+`specjax.sampling`, and of rules that specjax does not have.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from specjax.testing.enumeration import (
+    Drafts,
+    Outcomes,
+    Table,
+    all_tokens,
+    distributions_by_slot,
+)
+from specjax.testing.rule_check import DistributionPair, draw_weights
+from specjax.trees import Topology
+
+
+class Trees(NamedTuple):
+    """Drafted trees of one shape, given by the slots of the parents.
+
+    `p` are the target's distributions by slot. Node i was drawn from `q[:, i]`, from which earlier
+    siblings are already removed if the draws were without replacement.
+    """
+
+    parents: tuple[int, ...]
+    tokens: Int[np.ndarray, "I N"]
+    valid: Bool[np.ndarray, "I N"]
+    p: Float[np.ndarray, "I W V"]
+    q: Float[np.ndarray, "I N V"]
+
+    def children(self, slot: int) -> list[int]:
+        """Return the slots of the children of `slot`, in the order drawn."""
+        return [child for child, parent in enumerate(self.parents, start=1) if parent == slot]
+
+    def odds(self, child: int, p: Float[np.ndarray, "I V"]) -> Float[np.ndarray, "I"]:
+        """Return p(x) / q(x) of the token x in slot `child`; 0 if q(x) is 0 or there is no node."""
+        token = self.tokens[:, child - 1, None]
+        of_p, of_q = (
+            np.take_along_axis(each, token, axis=1)[:, 0] for each in (p, self.q[:, child - 1])
+        )
+        possible = self.valid[:, child - 1] & (of_q > 0)
+        return np.where(possible, of_p / np.where(of_q > 0, of_q, 1), 0.0)
+
+
+class Ends(NamedTuple):
+    """The probability that the path ends at each slot, and the distribution of the next token."""
+
+    probability: Float[np.ndarray, "I W"]
+    distribution: Float[np.ndarray, "I W V"]
+
+    @classmethod
+    def none(cls, trees: Trees) -> Ends:
+        """Return ends of probability 0 everywhere, to be filled in."""
+        return cls(np.zeros(trees.p.shape[:2]), trees.p.copy())
+
+    def lengths(self, topology: Topology) -> Float[np.ndarray, "I"]:
+        """Return the expected number of accepted tokens of each draft."""
+        return self.probability @ topology.depths
+
+    def outcomes(self) -> Outcomes:
+        """Return the ends in the form in which a rule's decisions are enumerated."""
+        item, slot = np.nonzero(self.probability)
+        return Outcomes(item, self.probability[item, slot], slot, self.distribution[item, slot])
+
+
+def drawn_trees(
+    topology: Topology, pairs: Sequence[DistributionPair], *, replace: bool = False
+) -> Drafts:
+    """Return every draft of a shape that the q of each pair can draw; group g is of `pairs[g]`.
+
+    Siblings are drawn without replacement, or independently with `replace`.
+    """
+    parents, arrays = topology.parents, []
+    # Independent draws are those of a drafter each, all with the same q.
+    rank = [parents[:node].count(parent) for node, parent in enumerate(parents)]
+    drafter = np.array(rank if replace else [0] * len(parents))
+    for group, pair in enumerate(pairs):
+        vocab = pair.p[0].shape[-1]
+        tokens = all_tokens(vocab, topology.num_nodes)
+        p, q = (distributions_by_slot(table, topology, tokens) for table in (pair.p, pair.q))
+        q = np.stack([q] * (drafter.max() + 1), axis=1)
+        weight, possible = draw_weights(topology, drafter, tokens, q)
+        with np.errstate(divide="ignore"):
+            logp, logq = np.log(p), np.log(q.reshape(len(tokens), -1, vocab))
+        every = tokens, possible, logp, logq, np.full(len(tokens), group), weight
+        arrays.append([array[weight > 0] for array in every])
+    return Drafts(
+        topology, drafter, *(np.concatenate(each) for each in zip(*arrays, strict=True))
+    )
+
+
+def trees_of(drafts: Drafts) -> Trees:
+    """Return enumerated drafts, all nodes of which are drawn, as trees."""
+    parents, nodes = np.array(drafts.topology.parents), drafts.topology.num_nodes
+    rows = np.exp(drafts.logq)[:, parents + drafts.topology.width * drafts.drafter]
+    for node, before in itertools.combinations(reversed(range(nodes)), 2):
+        if parents[node] == parents[before] and drafts.drafter[node] == drafts.drafter[before]:
+            token = drafts.tokens[:, before, None]
+            np.put_along_axis(rows[:, node], token, 0.0, axis=1)
+    q = np.stack([normalized(rows[:, node], 0.0) for node in range(nodes)], axis=1)
+    return Trees(drafts.topology.parents, drafts.tokens, drafts.valid, np.exp(drafts.logp), q)
+
+
+def rejection(trees: Trees) -> Ends:
+    """Return the ends of `sampling.recursion`, which tests children from the root on."""
+    ends = Ends.none(trees)
+    ends.probability[:, 0] = 1.0
+    for slot in range(len(trees.parents) + 1):
+        left = trees.p[:, slot]
+        for child in trees.children(slot):
+            accepted = np.minimum(trees.odds(child, left), 1.0)
+            ends.probability[:, child] = ends.probability[:, slot] * accepted
+            ends.probability[:, slot] *= 1 - accepted
+            tested = trees.valid[:, child - 1, None]
+            left = np.where(tested, excess(left, trees.q[:, child - 1]), left)
+        ends.distribution[:, slot] = left
+    return ends
+
+
+def leaf_first(trees: Trees, takes_all: Bool[np.ndarray, "N"] | bool) -> Ends:
+    """Return the ends of rules that test nodes from the leaves to the root.
+
+    If every node takes all of w p that its q allows, this is Traversal Verification (Weng et al.
+    2505.12398, algorithm 2); if those nodes do that `sampling.multipath.takes_all` marks, it is
+    `sampling.multipath_block`.
+    """
+    ends = Ends.none(trees)
+    takes_all = np.broadcast_to(takes_all, len(trees.parents))
+    weights = np.zeros_like(ends.probability)
+    weights[:, 0] = 1.0
+    for slot in range(len(trees.parents) + 1):
+        weight, left = weights[:, slot], trees.p[:, slot]
+        for child in trees.children(slot):
+            q, tested = trees.q[:, child - 1], trees.valid[:, child - 1]
+            odds = trees.odds(child, left)
+            if takes_all[child - 1]:
+                weights[:, child] = np.minimum(weight * odds, 1.0)
+                mass = np.maximum(weight[:, None] * left - q, 0).sum(axis=1)
+                kept = _ratio(mass, mass + 1 - weight, 1.0)
+                beyond = excess(weight[:, None] * left, q, left)
+            else:
+                weights[:, child] = weight * np.minimum(odds, 1.0)
+                kept = _ratio(weight - weights[:, child], 1 - weights[:, child], 1.0)
+                beyond = excess(left, q)
+            weight = np.where(tested, kept, weight)
+            left = np.where(tested[:, None], beyond, left)
+        weights[:, slot] = weight  # from here on, the height
+        ends.distribution[:, slot] = left
+    refused = np.ones(len(trees.tokens))
+    for slot in _postorder(trees, 0):
+        ends.probability[:, slot] = refused * weights[:, slot]
+        refused = refused * (1 - weights[:, slot])
+    return ends
+
+
+def hierarchical(trees: Trees, *, capped: bool = True) -> Ends:
+    """Return the ends of Hierarchical Speculative Decoding (Zhou et al. 2601.05724).
+
+    The path of first children is verified as a chain, by joint probabilities: after i tokens let
+    r_i = p(x_1..x_i) / q(x_1..x_i), divided by the largest of 1, r_1, .., r_i. From the end of the
+    chain, verification steps back unless u < D(p, q) / D(q, p), where D(p, q) is the sum of max(0,
+    r_i p - q) over the vocabulary and D(q, p) that of max(0, q - r_i p). Where it stops, the next
+    path of the tree is verified likewise against what is left of p there. With `capped` False, r_i
+    is min(1, p(x_1..x_i) / q(x_1..x_i)), which is not exact.
+    """
+    ends = Ends.none(trees)
+
+    def verify(
+        start: int,
+        children: Sequence[int],
+        left: Float[np.ndarray, "I V"],
+        reached: Float[np.ndarray, "I"],
+    ) -> None:
+        """Add the ends at `start` and below `children`, given how often `start` is reached."""
+        chain, waiting = [start], [list(children)]
+        while waiting[-1]:
+            chain.append(waiting[-1].pop(0))
+            waiting.append(trees.children(chain[-1]))
+        p = [left, *(trees.p[:, slot] for slot in chain[1:])]
+        joint = largest = ratio = np.ones_like(reached)
+        stops, residuals = [], []
+        for step, slot in enumerate(chain):
+            if step:
+                joint = joint * trees.odds(slot, p[step - 1])
+                largest = np.maximum(largest, joint)
+                ratio = joint / largest if capped else np.minimum(joint, 1.0)
+            if step == len(chain) - 1:
+                stops.append(ratio)
+                residuals.append(p[step])
+                continue
+            child = chain[step + 1]
+            difference = ratio[:, None] * p[step] - trees.q[:, child - 1]
+            more, less = (np.maximum(side, 0).sum(axis=1) for side in (difference, -difference))
+            last = ~trees.valid[:, child - 1]
+            stops.append(np.where(last, ratio, _ratio(more, np.maximum(more, less), 1.0)))
+            beyond = normalized(np.maximum(difference, 0), p[step])
+            residuals.append(np.where(last[:, None], p[step], beyond))
+        for step in reversed(range(len(chain))):
+            here = reached * stops[step]
+            reached = reached * (1 - stops[step])
+            if waiting[step]:
+                verify(chain[step], waiting[step], residuals[step], here)
+            else:
+                ends.probability[:, chain[step]] = here
+                ends.distribution[:, chain[step]] = residuals[step]
+
+    verify(0, trees.children(0), trees.p[:, 0], np.ones(len(trees.tokens)))
+    return ends
+
+
+def coupled_length(topology: Topology, pair: DistributionPair) -> float:
+    """Return the expected number of accepted tokens if draft and target draw with the same noise.
+
+    At each depth, siblings are the tokens with the largest log q + Gumbel noise, in this order, and
+    the target's token is that with the largest log p + the same noise.
+    """
+
+    def below(slot: int, depth: int, context: int) -> float:
+        children = [c for c, parent in enumerate(topology.parents, start=1) if parent == slot]
+        if not children:
+            return 0.0
+        p, q = pair.p[depth][context], pair.q[depth][context]
+        ranks = chosen_by_rank(p, q, len(children))
+        return sum(
+            chance * (1 + below(child, depth + 1, context * len(p) + token))
+            for child, row in zip(children, ranks, strict=True)
+            for token, chance in enumerate(row.tolist())
+            if chance > 0
+        )
+
+    return below(0, 0, 0)
+
+
+def chosen_by_rank(
+    p: Float[np.ndarray, "V"], q: Float[np.ndarray, "V"], count: int
+) -> Float[np.ndarray, "ranks V"]:
+    """Return P(token i has the largest log p + g, and rank r by log q + g) with Gumbel noise g.
+
+    With E = exp(-g), i has the smallest E / p, and r tokens j have E_j < E_i q_j / q_i. Given E_i,
+    these are independent events, and the integral over E_i is a sum of 1 / (1 + c).
+    """
+    found = np.zeros((count, len(p)))
+    for token in np.flatnonzero((p > 0) & (q > 0)):
+        others = [j for j in range(len(p)) if j != token]
+        from_p, from_q = p / p[token], q / q[token]
+        for rank in range(min(count, len(p))):
+            for before in itertools.combinations(others, rank):
+                if any(from_q[j] <= from_p[j] for j in before):
+                    continue
+                rates = np.array([1 + sum(max(from_p[j], from_q[j]) for j in others if j not in before)])
+                signs = np.ones(1)
+                for j in before:
+                    rates = np.concatenate([rates + from_p[j], rates + from_q[j]])
+                    signs = np.concatenate([signs, -signs])
+                found[rank, token] += (signs / rates).sum()
+    return found
+
+
+def excess(
+    measure: Float[np.ndarray, "I V"],
+    q: Float[np.ndarray, "I V"],
+    otherwise: Float[np.ndarray, "I V"] | None = None,
+) -> Float[np.ndarray, "I V"]:
+    """Return norm(max(0, measure - q)), or `otherwise` (by default `measure`) where that is 0."""
+    return normalized(np.maximum(measure - q, 0), measure if otherwise is None else otherwise)
+
+
+def normalized(
+    mass: Float[np.ndarray, "I V"], otherwise: Float[np.ndarray, "I V"] | float
+) -> Float[np.ndarray, "I V"]:
+    """Return rows divided by their sums, or `otherwise` where a sum is 0."""
+    total = mass.sum(axis=-1, keepdims=True)
+    return np.where(total > 0, mass / np.where(total > 0, total, 1), otherwise)
+
+
+def _ratio(
+    numerator: Float[np.ndarray, "I"], denominator: Float[np.ndarray, "I"], otherwise: float
+) -> Float[np.ndarray, "I"]:
+    positive = denominator > 0
+    return np.where(positive, numerator / np.where(positive, denominator, 1), otherwise)
+
+
+def _postorder(trees: Trees, slot: int) -> Iterator[int]:
+    for child in trees.children(slot):
+        yield from _postorder(trees, child)
+    yield slot
+
+
+def ordered_trees(most_nodes: int, most_children: int) -> list[Topology]:
+    """Return every ordered tree of 1 to `most_nodes` nodes, the root's slot not counted.
+
+    Nodes are numbered level by level; no slot has more than `most_children` children.
+    """
+    return [
+        Topology(parents)
+        for count in range(1, most_nodes + 1)
+        for parents in itertools.product(*(range(node + 1) for node in range(count)))
+        if sorted(parents) == list(parents)
+        and max(map(parents.count, parents)) <= most_children
+    ]
+
+
+def random_pairs(
+    kind: str, count: int, vocab: int, depth: int, seed: int
+) -> list[DistributionPair]:
+    """Return random p and q, new ones in every context, for drafts of up to `depth` tokens.
+
+    `kind` is one of `KINDS`.
+    """
+    rng = np.random.default_rng([seed, list(KINDS).index(kind)])
+    spread, kept, shared = KINDS[kind]
+
+    def table(depths: int) -> Table:
+        found = []
+        for length in range(depths):
+            weights = rng.dirichlet(np.full(vocab, spread), vocab**length)
+            mask = rng.uniform(size=weights.shape) < kept
+            mask[np.arange(len(mask)), rng.integers(vocab, size=len(mask))] = True
+            found.append(normalized(weights * mask, 1 / vocab))
+        return tuple(found)
+
+    pairs = []
+    for number in range(count):
+        p, q = table(depth + 1), table(depth)
+        q = tuple(shared * a + (1 - shared) * b for a, b in zip(p, q, strict=False))
+        pairs.append(DistributionPair(f"{kind} {number}", p, q))
+    return pairs
+
+
+KINDS = {
+    "random": (1.0, 1.0, 0.0),
+    "sharp": (0.3, 1.0, 0.0),
+    "flat": (5.0, 1.0, 0.0),
+    "zeros": (1.0, 0.6, 0.0),
+    "near": (1.0, 1.0, 0.5),
+    "sharp, near": (0.3, 1.0, 0.5),
+}
+"""Kinds of random p and q: the concentration of the Dirichlet distribution that both are drawn
+from, the fraction of tokens that have a probability at all, and the share of p in q."""
