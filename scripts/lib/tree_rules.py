@@ -324,8 +324,8 @@ def random_pairs(
         found = []
         for length in range(depths):
             weights = rng.dirichlet(np.full(vocab, spread), vocab**length)
-            mask = rng.uniform(size=weights.shape) < kept
-            mask[np.arange(len(mask)), rng.integers(vocab, size=len(mask))] = True
+            mask = (rng.uniform(size=weights.shape) < kept) & (weights > _LEAST)
+            mask[np.arange(len(mask)), weights.argmax(axis=1)] |= ~mask.any(axis=1)
             found.append(normalized(weights * mask, 1 / vocab))
         return tuple(found)
 
@@ -336,6 +336,9 @@ def random_pairs(
         pairs.append(DistributionPair(f"{kind} {number}", p, q))
     return pairs
 
+
+_LEAST = 0.01
+"""The probability below which a token gets none, so that linear programs are well conditioned."""
 
 KINDS = {
     "random": (1.0, 1.0, 0.0),
