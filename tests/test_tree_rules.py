@@ -285,7 +285,7 @@ def num_accepted(rule, parents, vocab):
     pairs = rule_check.example_distributions(vocab, topology.depth)
     drafter = np.zeros(topology.num_nodes, int)
     drafts, groups = rule_check._drafts(topology, drafter, pairs, None)
-    outcomes = enumeration.decisions(rule_check._decide(rule, topology), drafts)
+    outcomes = enumeration.decisions(rule_check.decision_function(rule, topology), drafts)
     assert rule_check._compare([((drafts, groups), outcomes)]).passed
     weight = outcomes.volume * drafts.weight[outcomes.item]
     counts = np.zeros(len(groups))

@@ -1,14 +1,16 @@
 """The most tokens that any exact rule can accept of drafted trees, by linear programs.
 
-A verifier gets a draft D with probability Q(D). It accepts a path of D and emits one token more, or
-accepts a path to a leaf; let s be the emitted tokens. What follows them is drawn from p(. | s), in
-later rounds. So a rule is a choice of x(D, s) >= 0, with sum_s x(D, s) = Q(D) for every D, and it is
-exact if and only if, with E(s) = sum_D x(D, s), every sequence y is emitted with probability p(y):
+A verifier gets a draft D, which has probability Q(D). It accepts a path of D, and emits one token
+more unless the path ends at a leaf; let s be the emitted tokens. What follows s is drawn from
+p(. | s), now or in later rounds. So a rule is a choice of x(D, s) >= 0 with sum_s x(D, s) = Q(D) for
+every D. With E(s) = sum_D x(D, s), a sequence y is emitted with the probability
 
-    sum over prefixes s of y of E(s) p(y) / p(s) = p(y),   or   sum over prefixes of E(s) / p(s) = 1.
+    sum of E(s) p(y) / p(s) over the prefixes s of y,
 
-The optimum is the largest sum of x(D, s) times the number of accepted tokens. A draft counts as a
-set of paths: neither acceptance nor exactness depends on the order of siblings.
+and the rule is exact if and only if that is p(y), that is, if E(s) / p(s) sums to 1 over the
+prefixes of every y with p(y) > 0. The optimum is the largest sum of x(D, s) times the number of
+accepted tokens. A draft counts as a set of paths, since neither acceptance nor exactness depends on
+the order of siblings.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ def mean_optimum(
     share = 1 / len(worlds)
     emits: list[dict[Tokens, dict[int, float]]] = [{} for _ in worlds]
     views: dict[Hashable, dict[Tokens, int]] = {}
-    for world, table in enumerate(worlds):
+    for world in range(len(worlds)):
         for tree, weight in drafted.items():
             view = tree, seen(tree, world)
             if view not in views:
@@ -94,11 +96,11 @@ def mean_optimum(
 
 
 def transport(drafted: Mapping[Paths, float], p: Table) -> float:
-    """Return the optimum if a rule could also choose how the text goes on after what it emits.
+    """Return the optimum if a rule could also choose how the text continues after what it emits.
 
-    It is optimal transport between drafts and sequences y of tokens, whose gain is the number of
-    tokens of y that are in the tree: y has the distribution p, but given the draft, the tokens after
-    the emitted ones are no longer drawn from p. No decoder can do that, since it needs the target's
+    This is optimal transport between drafts and sequences y of tokens, with the number of tokens of
+    y that are in the tree as gain. y has the distribution p, but given the draft, the tokens after
+    the emitted ones do not. A decoder cannot do that in one round, since it needs the target's
     distributions after tokens that were not drafted.
     """
     program, vocab = _Program(), p[0].shape[-1]
@@ -172,7 +174,7 @@ class _Program:
 
     def equal(self, terms: Mapping[int, float], right: float) -> None:
         """Require that the sum of terms, factors by variable, is `right`."""
-        # Probabilities of drafts differ by orders of magnitude, and the solver's tolerance does not.
+        # Drafts' probabilities differ by orders of magnitude; the solver's tolerance does not.
         largest = max(map(abs, terms.values()), default=1.0)
         terms, right = {at: factor / largest for at, factor in terms.items()}, right / largest
         self.rows.extend([len(self.right)] * len(terms))

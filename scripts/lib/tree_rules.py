@@ -11,13 +11,15 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from specjax import sampling
+from specjax.sampling import multipath
 from specjax.testing.enumeration import (
     Drafts,
     Outcomes,
-    Table,
     all_tokens,
     distributions_by_slot,
 )
@@ -94,21 +96,41 @@ def drawn_trees(
             logp, logq = np.log(p), np.log(q.reshape(len(tokens), -1, vocab))
         every = tokens, possible, logp, logq, np.full(len(tokens), group), weight
         arrays.append([array[weight > 0] for array in every])
-    return Drafts(
-        topology, drafter, *(np.concatenate(each) for each in zip(*arrays, strict=True))
-    )
+    return Drafts(topology, drafter, *(np.concatenate(each) for each in zip(*arrays, strict=True)))
 
 
 def trees_of(drafts: Drafts) -> Trees:
     """Return enumerated drafts, all nodes of which are drawn, as trees."""
-    parents, nodes = np.array(drafts.topology.parents), drafts.topology.num_nodes
-    rows = np.exp(drafts.logq)[:, parents + drafts.topology.width * drafts.drafter]
-    for node, before in itertools.combinations(reversed(range(nodes)), 2):
-        if parents[node] == parents[before] and drafts.drafter[node] == drafts.drafter[before]:
-            token = drafts.tokens[:, before, None]
-            np.put_along_axis(rows[:, node], token, 0.0, axis=1)
-    q = np.stack([normalized(rows[:, node], 0.0) for node in range(nodes)], axis=1)
-    return Trees(drafts.topology.parents, drafts.tokens, drafts.valid, np.exp(drafts.logp), q)
+    parents = np.array(drafts.topology.parents)
+    rows = parents + drafts.topology.width * drafts.drafter
+    return with_draws(
+        drafts.topology.parents, drafts.tokens, drafts.valid, np.exp(drafts.logp), drafts.logq, rows
+    )
+
+
+def with_draws(
+    parents: tuple[int, ...],
+    tokens: Int[np.ndarray, "I N"],
+    valid: Bool[np.ndarray, "I N"],
+    p: Float[np.ndarray, "I W V"],
+    logq: Float[np.ndarray, "I Q V"],
+    rows: Int[np.ndarray, "N"],
+) -> Trees:
+    """Return trees whose node i was drawn from `logq[:, rows[i]]`, without replacement per row."""
+    q = np.exp(logq)[:, rows]
+    for before, node in itertools.combinations(range(len(parents)), 2):
+        if parents[node] == parents[before] and rows[node] == rows[before]:
+            np.put_along_axis(q[:, node], tokens[:, before, None], 0.0, axis=1)
+    return Trees(parents, tokens, valid, p, normalized(q, 0.0))
+
+
+def takes_all(topology: Topology) -> Bool[np.ndarray, "N"]:
+    """Return which nodes take all of their parent's weight that q allows, under `block`."""
+    tokens = jnp.zeros((1, topology.num_nodes), jnp.int32)
+    drafted = sampling.Drafted(
+        tokens, tokens == 0, topology.parents, topology.depth, tokens, logq=None
+    )
+    return np.asarray(multipath.takes_all(drafted))[0]
 
 
 def rejection(trees: Trees) -> Ends:
@@ -257,7 +279,9 @@ def chosen_by_rank(
             for before in itertools.combinations(others, rank):
                 if any(from_q[j] <= from_p[j] for j in before):
                     continue
-                rates = np.array([1 + sum(max(from_p[j], from_q[j]) for j in others if j not in before)])
+                rates = np.array(
+                    [1 + sum(max(from_p[j], from_q[j]) for j in others if j not in before)]
+                )
                 signs = np.ones(1)
                 for j in before:
                     rates = np.concatenate([rates + from_p[j], rates + from_q[j]])
@@ -276,8 +300,8 @@ def excess(
 
 
 def normalized(
-    mass: Float[np.ndarray, "I V"], otherwise: Float[np.ndarray, "I V"] | float
-) -> Float[np.ndarray, "I V"]:
+    mass: Float[np.ndarray, "... V"], otherwise: Float[np.ndarray, "... V"] | float
+) -> Float[np.ndarray, "... V"]:
     """Return rows divided by their sums, or `otherwise` where a sum is 0."""
     total = mass.sum(axis=-1, keepdims=True)
     return np.where(total > 0, mass / np.where(total > 0, total, 1), otherwise)
@@ -294,59 +318,3 @@ def _postorder(trees: Trees, slot: int) -> Iterator[int]:
     for child in trees.children(slot):
         yield from _postorder(trees, child)
     yield slot
-
-
-def ordered_trees(most_nodes: int, most_children: int) -> list[Topology]:
-    """Return every ordered tree of 1 to `most_nodes` nodes, the root's slot not counted.
-
-    Nodes are numbered level by level; no slot has more than `most_children` children.
-    """
-    return [
-        Topology(parents)
-        for count in range(1, most_nodes + 1)
-        for parents in itertools.product(*(range(node + 1) for node in range(count)))
-        if sorted(parents) == list(parents)
-        and max(map(parents.count, parents)) <= most_children
-    ]
-
-
-def random_pairs(
-    kind: str, count: int, vocab: int, depth: int, seed: int
-) -> list[DistributionPair]:
-    """Return random p and q, new ones in every context, for drafts of up to `depth` tokens.
-
-    `kind` is one of `KINDS`.
-    """
-    rng = np.random.default_rng([seed, list(KINDS).index(kind)])
-    spread, kept, shared = KINDS[kind]
-
-    def table(depths: int) -> Table:
-        found = []
-        for length in range(depths):
-            weights = rng.dirichlet(np.full(vocab, spread), vocab**length)
-            mask = (rng.uniform(size=weights.shape) < kept) & (weights > _LEAST)
-            mask[np.arange(len(mask)), weights.argmax(axis=1)] |= ~mask.any(axis=1)
-            found.append(normalized(weights * mask, 1 / vocab))
-        return tuple(found)
-
-    pairs = []
-    for number in range(count):
-        p, q = table(depth + 1), table(depth)
-        q = tuple(shared * a + (1 - shared) * b for a, b in zip(p, q, strict=False))
-        pairs.append(DistributionPair(f"{kind} {number}", p, q))
-    return pairs
-
-
-_LEAST = 0.01
-"""The probability below which a token gets none, so that linear programs are well conditioned."""
-
-KINDS = {
-    "random": (1.0, 1.0, 0.0),
-    "sharp": (0.3, 1.0, 0.0),
-    "flat": (5.0, 1.0, 0.0),
-    "zeros": (1.0, 0.6, 0.0),
-    "near": (1.0, 1.0, 0.5),
-    "sharp, near": (0.3, 1.0, 0.5),
-}
-"""Kinds of random p and q: the concentration of the Dirichlet distribution that both are drawn
-from, the fraction of tokens that have a probability at all, and the share of p in q."""

@@ -144,7 +144,7 @@ def check_outputs(
                 pairs = [group.distributions for group in drafts[1]]
                 drafts = verified(drafts[0], pairs), drafts[1]
             if not isinstance(rule, sampling.Coupled):
-                results.append((drafts, decisions(_decide(rule, topology), drafts[0])))
+                results.append((drafts, decisions(decision_function(rule, topology), drafts[0])))
             # Drafts without distributions are verified by the walk.
             walk = isinstance(rule, sampling.Coupled | sampling.Rejection)
             walk |= isinstance(rule, sampling.Block) and not topology.is_chain
@@ -173,7 +173,7 @@ def _mixtures(topology: Topology) -> list[Int[np.ndarray, "N"]]:
     return tried
 
 
-def _decide(rule: sampling.Rule, topology: Topology) -> Decide:
+def decision_function(rule: sampling.Rule, topology: Topology) -> Decide:
     """Return a function from uniforms to a rule's decision: the last slot, and what follows it."""
 
     def of_chain(drafted: Any, target: Any, uniforms: Any) -> tuple[Any, Any]:
