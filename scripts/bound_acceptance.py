@@ -29,6 +29,7 @@ from lib.tree_rules import (
     coupled_length,
     drawn_trees,
     hierarchical,
+    largest_first,
     leaf_first,
     normalized,
     rejection,
@@ -69,8 +70,10 @@ RULES: dict[str, Callable[[Trees, Topology], Ends]] = {
     "HSD": lambda trees, topology: hierarchical(trees),
     "traversal": lambda trees, topology: leaf_first(trees, True),
     "block": lambda trees, topology: leaf_first(trees, takes_all(topology)),
+    "reordered": lambda trees, topology: leaf_first(largest_first(trees), True),
 }
-"""The rules that are computed for each draft."""
+"""The rules that are computed for each draft. `reordered` is traversal of siblings in the order of
+their subtrees' sizes, largest first, instead of the order in which they were drawn."""
 _REGISTERED = (sampling.Rejection(), sampling.Block())
 
 

@@ -2,8 +2,8 @@
 
 A verifier gets a draft D, which has probability Q(D). It accepts a path of D, and emits one token
 more unless the path ends at a leaf; let s be the emitted tokens. What follows s is drawn from
-p(. | s), now or in later rounds. So a rule is a choice of x(D, s) >= 0 with sum_s x(D, s) = Q(D) for
-every D. With E(s) = sum_D x(D, s), a sequence y is emitted with the probability
+p(. | s), now or in later rounds. So a rule is a choice of x(D, s) >= 0 with sum_s x(D, s) = Q(D)
+for every D. With E(s) = sum_D x(D, s), a sequence y is emitted with the probability
 
     sum of E(s) p(y) / p(s) over the prefixes s of y,
 

@@ -31,7 +31,8 @@ class Trees(NamedTuple):
     """Drafted trees of one shape, given by the slots of the parents.
 
     `p` are the target's distributions by slot. Node i was drawn from `q[:, i]`, from which earlier
-    siblings are already removed if the draws were without replacement.
+    siblings are already removed if the draws were without replacement. Siblings are tested in the
+    order of their slots, unless `turns` has another number for each node to sort them by.
     """
 
     parents: tuple[int, ...]
@@ -39,10 +40,12 @@ class Trees(NamedTuple):
     valid: Bool[np.ndarray, "I N"]
     p: Float[np.ndarray, "I W V"]
     q: Float[np.ndarray, "I N V"]
+    turns: tuple[int, ...] | None = None
 
     def children(self, slot: int) -> list[int]:
-        """Return the slots of the children of `slot`, in the order drawn."""
-        return [child for child, parent in enumerate(self.parents, start=1) if parent == slot]
+        """Return the slots of the children of `slot`, in the order in which they are tested."""
+        slots = [child for child, parent in enumerate(self.parents, start=1) if parent == slot]
+        return slots if self.turns is None else sorted(slots, key=lambda s: self.turns[s - 1])
 
     def odds(self, child: int, p: Float[np.ndarray, "I V"]) -> Float[np.ndarray, "I"]:
         """Return p(x) / q(x) of the token x in slot `child`; 0 if q(x) is 0 or there is no node."""
@@ -122,6 +125,54 @@ def with_draws(
         if parents[node] == parents[before] and rows[node] == rows[before]:
             np.put_along_axis(q[:, node], tokens[:, before, None], 0.0, axis=1)
     return Trees(parents, tokens, valid, p, normalized(q, 0.0))
+
+
+def largest_first(trees: Trees) -> Trees:
+    """Return trees whose siblings are tested in the order of their subtrees' sizes, largest first.
+
+    What a sibling was drawn from, given those that are now tested before it, follows from the
+    probability of all siblings together, which is that of the draws in their own order.
+    """
+    nodes, vocab = len(trees.parents), trees.p.shape[-1]
+    sizes = np.ones(nodes + 1, int)
+    for node in reversed(range(nodes)):
+        sizes[trees.parents[node]] += sizes[node + 1]
+    q = trees.q.copy()
+    for slot in range(nodes + 1):
+        drawn = trees.children(slot)
+        for count in range(2, len(drawn) + 1):
+            # Where q has too few tokens, the siblings drawn last are missing.
+            items = trees.valid[:, [child - 1 for child in drawn]].sum(axis=1) == count
+            siblings = drawn[:count]
+            tested = sorted(siblings, key=lambda child: -sizes[child])
+            joint = _joint(trees, siblings, items)
+            joint = np.moveaxis(joint, [1 + siblings.index(c) for c in tested], range(1, count + 1))
+            at = np.arange(len(joint))
+            for turn, child in enumerate(tested):
+                later = tuple(range(2, 1 + count - turn))
+                q[items, child - 1] = normalized(joint.sum(axis=later), 1 / vocab)
+                joint = joint[at, trees.tokens[items, child - 1]]
+    return trees._replace(q=q, turns=tuple((-sizes[1:]).tolist()))
+
+
+def _joint(
+    trees: Trees, siblings: Sequence[int], items: Bool[np.ndarray, "I"]
+) -> Float[np.ndarray, "items ..."]:
+    """Return P(tokens of `siblings`) with one axis of tokens for each, in the order drawn."""
+    base = trees.q[items, siblings[0] - 1]
+    # With independent draws, the second one has the q of the first one.
+    replace = np.array_equal(base, trees.q[items, siblings[1] - 1])
+    joint = np.zeros((len(base), *[base.shape[1]] * len(siblings)))
+    for tokens in itertools.product(range(base.shape[1]), repeat=len(siblings)):
+        left, chance = base, np.ones(len(base))
+        for token in tokens:
+            chance = chance * left[:, token]
+            if not replace:
+                left = left.copy()
+                left[:, token] = 0.0
+                left = normalized(left, 0.0)
+        joint[(slice(None), *tokens)] = chance
+    return joint
 
 
 def takes_all(topology: Topology) -> Bool[np.ndarray, "N"]:
