@@ -155,6 +155,69 @@ def largest_first(trees: Trees) -> Trees:
     return trees._replace(q=q, turns=tuple((-sizes[1:]).tolist()))
 
 
+def likelier_first(trees: Trees) -> Trees:
+    """Return trees in which a sibling with p > q is tested before one with p <= q.
+
+    Siblings are taken two at a time, in the order drawn, where their subtrees have the same shape:
+    then the two change places if only the second one has p > q. Here p is what is left after the
+    siblings before them, and q what the first of the two was drawn from. What the two were drawn
+    from follows from the probability of both, as in `largest_first`.
+    """
+    tokens, valid, p, q = (array.copy() for array in trees[1:5])
+    trees = trees._replace(tokens=tokens, valid=valid, p=p, q=q)
+    for slot in range(len(trees.parents) + 1):
+        left, waiting = p[:, slot], trees.children(slot)
+        while waiting:
+            first, *waiting = waiting
+            places = _same_places(trees, first, waiting[0]) if waiting else []
+            if places:
+                second, *waiting = waiting
+                both = valid[:, second - 1]
+                better = (left > q[:, first - 1])[both]
+                joint = _joint(trees, [first, second], both)
+                rows = np.arange(len(joint))
+                of_first, of_second = (
+                    better[rows, tokens[both, child - 1]] for child in (first, second)
+                )
+                changed = np.flatnonzero(both)[of_second & ~of_first]
+                for place, other in places:
+                    for array, at, to in (
+                        (tokens, place - 1, other - 1),
+                        (valid, place - 1, other - 1),
+                        (q, place - 1, other - 1),
+                        (p, place, other),
+                    ):
+                        swapped = array[changed, to].copy()
+                        array[changed, to] = array[changed, at]
+                        array[changed, at] = swapped
+                earlier, later = better[:, :, None], better[:, None, :]
+                either = joint + np.swapaxes(joint, 1, 2)
+                tested = np.where(earlier == later, joint, np.where(earlier, either, 0.0))
+                q[both, first - 1] = tested.sum(axis=2)
+                conditional = tested[rows, tokens[both, first - 1]]
+                q[both, second - 1] = normalized(conditional, 0.0)
+                pair = [first, second]
+            else:
+                pair = [first]
+            for child in pair:
+                left = np.where(valid[:, child - 1, None], excess(left, q[:, child - 1]), left)
+    return trees
+
+
+def _same_places(trees: Trees, first: int, second: int) -> list[tuple[int, int]]:
+    """Return the slots of two subtrees of the same shape side by side, or [] for other shapes."""
+    below = trees.children(first), trees.children(second)
+    if len(below[0]) != len(below[1]):
+        return []
+    places = [(first, second)]
+    for child, other in zip(*below, strict=True):
+        found = _same_places(trees, child, other)
+        if not found:
+            return []
+        places += found
+    return places
+
+
 def _joint(
     trees: Trees, siblings: Sequence[int], items: Bool[np.ndarray, "I"]
 ) -> Float[np.ndarray, "items ..."]:
