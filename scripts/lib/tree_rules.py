@@ -174,8 +174,10 @@ def likelier_first(trees: Trees) -> Trees:
                 second, *waiting = waiting
                 both = valid[:, second - 1]
                 better = (left > q[:, first - 1])[both]
-                joint = _joint(trees, [first, second], both)
-                rows = np.arange(len(joint))
+                rows = np.arange(len(better))
+                base = q[both, first - 1]
+                # With independent draws, the second one has the q of the first one.
+                replace = np.array_equal(base, q[both, second - 1])
                 of_first, of_second = (
                     better[rows, tokens[both, child - 1]] for child in (first, second)
                 )
@@ -190,18 +192,41 @@ def likelier_first(trees: Trees) -> Trees:
                         swapped = array[changed, to].copy()
                         array[changed, to] = array[changed, at]
                         array[changed, at] = swapped
-                earlier, later = better[:, :, None], better[:, None, :]
-                either = joint + np.swapaxes(joint, 1, 2)
-                tested = np.where(earlier == later, joint, np.where(earlier, either, 0.0))
-                q[both, first - 1] = tested.sum(axis=2)
-                conditional = tested[rows, tokens[both, first - 1]]
-                q[both, second - 1] = normalized(conditional, 0.0)
+                q[both, first - 1], q[both, second - 1] = _pair_distributions(
+                    base, better, tokens[both, first - 1], replace
+                )
                 pair = [first, second]
             else:
                 pair = [first]
             for child in pair:
                 left = np.where(valid[:, child - 1, None], excess(left, q[:, child - 1]), left)
     return trees
+
+
+def _pair_distributions(
+    base: Float[np.ndarray, "I V"],
+    better: Bool[np.ndarray, "I V"],
+    first: Int[np.ndarray, "I"],
+    replace: bool,
+) -> tuple[Float[np.ndarray, "I V"], Float[np.ndarray, "I V"]]:
+    """Return what two siblings were drawn from, if `better` tokens are tested before others.
+
+    Both were drawn from `base`. These are the distribution of the token that is tested first, and,
+    given that it is `first`, that of the other one.
+    """
+    at = np.arange(len(base)), first
+    # P(x, then y) is base_x base_y / left_x.
+    left = np.ones_like(base) if replace else np.where(base < 1, 1 - base, 1)
+    worse = np.where(better, 0.0, base)
+    possible = worse.sum(axis=1, keepdims=True) - (0 if replace else worse)
+    before = (worse / left).sum(axis=1, keepdims=True)
+    of_first = np.where(better, base * (1 + before), base * possible / left)
+    allowed = ~better | better[at][:, None]
+    of_second = np.where(allowed, base / left[at][:, None], 0.0)
+    of_second += np.where(better[at][:, None] & ~better, base / left, 0.0)
+    if not replace:
+        of_second[at] = 0.0
+    return of_first, normalized(of_second, 0.0)
 
 
 def _same_places(trees: Trees, first: int, second: int) -> list[tuple[int, int]]:
