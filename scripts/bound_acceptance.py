@@ -103,16 +103,16 @@ class Flags:
     """The number of nodes of the largest trees."""
     vocab: Annotated[int, Whole(2, 4)] = 3
     """The number of tokens (V)."""
-    pairs: Annotated[int, Whole(1)] = 50
+    pairs: Annotated[int, Whole(1)] = 20
     """The number of pairs of p and q of each kind."""
     seed: Annotated[int, Whole(0)] = 0
     """The seed of p and q."""
     replace: Annotated[bool, Flag()] = False
-    """Whether siblings are drawn independently instead of without replacement."""
+    """Draw siblings independently instead of without replacement."""
     enumerated: Annotated[bool, Flag()] = True
-    """Whether to enumerate `rejection` and `block` beside their formulas."""
+    """Enumerate `rejection` and `block` beside their formulas."""
     smoke: Annotated[bool, Flag()] = False
-    """Whether to run a small version: three nodes and one pair of each kind."""
+    """Run a small version: three nodes and one pair of each kind."""
 
 
 class Row(NamedTuple):
