@@ -5,11 +5,12 @@
 Takes every ordered tree of up to `--nodes` nodes whose slots have at most V children, with random p
 and q of six kinds that are new in every context, and enumerates every draft in float64. Prints, as
 Markdown, the mean number of accepted tokens of each rule; of the best exact rule, which is a linear
-program (`lib/best_acceptance.py`); and of optimal transport, which no decoder attains. Rules are
-computed by closed formulas (`lib/tree_rules.py`), whose outputs must have the target's distribution
-to 1e-10. For one pair of p and q of each kind, `rejection` and `block` of specjax are enumerated
-beside them. A second table says what the best rule loses if it cannot see p outside the tree. Exit
-codes: 0; 1 if a check fails; 2 for bad input; 130 after Ctrl-C or SIGTERM.
+program (`lib/best_acceptance.py`); and of optimal transport, which needs p after tokens that were
+not drafted. Rules are computed by closed formulas (`lib/tree_rules.py`), whose outputs must have
+the target's distribution to 1e-10. For one pair of p and q of each kind, `rejection` and `block` of
+specjax are enumerated beside them. A second table says by how much the bound is lower for a rule
+that cannot see p outside the tree. Exit codes: 0; 1 if a check fails; 2 for bad input; 130 after
+Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
