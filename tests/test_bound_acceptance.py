@@ -170,7 +170,7 @@ def test_one_coupled_token_is_accepted_as_published():
         assert tree_rules.chosen_by_rank(p, q, 5).sum(axis=0) == pytest.approx(p)
 
 
-@pytest.mark.parametrize("flags", [["--nodes=2", "--pairs=1"], *slow([["--smoke", "--replace"]])])
+@pytest.mark.parametrize("flags", [["--nodes=2", "--pairs=1"], *slow(["--smoke", "--replace"])])
 def test_the_script_prints_tables(flags, capsys):
     with script_module("bound_acceptance") as program:
         assert program.main(flags) == 0
