@@ -4,10 +4,10 @@
 
 Decodes prompts by rejection sampling, with one static tree for all drafters. For each pass of the
 target it computes what either rule accepts in expectation, given the target's distributions and
-the drafted tokens, by a recursion of its own in float64; so the difference has no noise of the
-rules' own draws. Prompts are read from a JSONL file in Spec-Bench's format, by default bundled
-ones. Prints the tokens per pass of both rules and the gain, with a 95 % interval by resampling
-prompts. Exit codes: 0; 2 for bad input; 130 after Ctrl-C or SIGTERM.
+the drafted tokens, by closed formulas in float64 (`lib/tree_rules.py`); so the difference has no
+noise of the rules' own draws. Prompts are read from a JSONL file in Spec-Bench's format, by default
+bundled ones. Prints the tokens per pass of both rules and the gain, with a 95 % interval by
+resampling prompts. Exit codes: 0; 2 for bad input; 130 after Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ import numpy as np
 from jaxtyping import Float
 
 from calibrate_trees import PROMPTS
+from lib.tree_rules import leaf_first, rejection, with_draws
 from specjax.apps.command_line import command
 from specjax.apps.command_line.flags import Listed, run_flags
 from specjax.apps.playground.replay_round import verify_and_keep
@@ -37,7 +38,7 @@ from specjax.fields import InputFile, Number, PathOrName, Text, Whole
 from specjax.loading.hub import DEFAULT_MODEL
 from specjax.loading.load import load_model
 from specjax.loading.texts.questions import read_questions, select
-from specjax.sampling.multipath import takes_all
+from specjax.sampling import multipath
 
 CHOICES = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0))
 """The tree: ten nodes and three levels."""
@@ -110,91 +111,26 @@ def _compared(
         while (active := np.asarray(state.active)[: len(batch)]).any():
             draft, kept = verify_and_keep(loop_plan, params, state, limits)
             drafted = as_drafted(draft, draft.topology)
-            arrays = drafted.tokens, drafted.valid, drafted.logq_row, takes_all(drafted)
+            topology = draft.topology
+            takes_all = multipath.takes_all(drafted)[0]
             for row in np.flatnonzero(active):
-                tokens, valid, logq_row, full = (np.asarray(array[row]) for array in arrays)
-                p, q = (np.exp(np.asarray(each[row], float)) for each in (kept.target, draft.logq))
-                nodes = [
-                    Node(parent, int(token), q[source], bool(all_of_it))
-                    for parent, token, source, all_of_it, there in zip(
-                        draft.topology.parents, tokens, logq_row, full, valid, strict=True
-                    )
-                    if there
-                ]
-                lengths[row].append((1 + by_rejection(p, nodes), 1 + by_block(p, nodes)))
+                tokens, valid, rows = (
+                    np.asarray(array[row])
+                    for array in (drafted.tokens, drafted.valid, drafted.logq_row)
+                )
+                p = np.exp(np.asarray(kept.target[row], float))
+                logq = np.asarray(draft.logq[row], float)
+                trees = with_draws(
+                    topology.parents, tokens[None], valid[None], p[None], logq[None], rows
+                )
+                by_rejection, by_block = (
+                    float(ends.lengths(topology)[0])
+                    for ends in (rejection(trees), leaf_first(trees, takes_all))
+                )
+                lengths[row].append((1 + by_rejection, 1 + by_block))
             state, *_ = run_rounds(loop_plan, params, state, np.int32(1))
         print(f"{name}: {batch[-1].number + 1} of {len(requests)} prompts", flush=True)
         yield from lengths
-
-
-class Node(NamedTuple):
-    """A drafted node: its parent's slot, its token, the q it was drawn from, and `takes_all`."""
-
-    parent: int
-    token: int
-    q: Float[np.ndarray, V]
-    takes_all: bool
-
-
-def by_rejection(p: Float[np.ndarray, "W V"], nodes: Sequence[Node], slot: int = 0) -> float:
-    """Return the expected number of nodes below `slot` that `rejection` accepts.
-
-    `p` are the target's distributions by slot, and node i is in slot i + 1.
-    """
-    left, drawn, reached, expected = p[slot], [], 1.0, 0.0
-    for child, node in _children(nodes, slot):
-        q = _without(node.q, drawn)
-        accepted = reached * min(1.0, left[node.token] / q[node.token])
-        expected += accepted * (1 + by_rejection(p, nodes, child))
-        reached -= accepted
-        left, drawn = _normalized(np.maximum(left - q, 0), left), [*drawn, node.token]
-    return expected
-
-
-def by_block(p: Float[np.ndarray, "W V"], nodes: Sequence[Node]) -> float:
-    """Return the expected number of nodes that `block` accepts; arguments as `by_rejection`."""
-    open_, expected = 1.0, 0.0
-    for depth, height in _heights(p, nodes, 0, 0, 1.0):
-        expected += open_ * height * depth
-        open_ *= 1 - height
-    return expected
-
-
-def _heights(
-    p: Float[np.ndarray, "W V"], nodes: Sequence[Node], slot: int, depth: int, weight: float
-) -> Iterator[tuple[int, float]]:
-    """Yield the depth and height of each node in postorder, `slot` and its own `weight` last."""
-    left, drawn = p[slot], []
-    for child, node in _children(nodes, slot):
-        q = _without(node.q, drawn)
-        odds = left[node.token] / q[node.token]
-        share = min(1.0, weight * odds) if node.takes_all else weight * min(1.0, odds)
-        yield from _heights(p, nodes, child, depth + 1, share)
-        beyond = np.maximum((weight if node.takes_all else 1.0) * left - q, 0)
-        if node.takes_all:
-            mass = beyond.sum()
-            weight = mass / (mass + 1 - weight) if mass + 1 - weight > 0 else 1.0
-        else:
-            weight = (weight - share) / (1 - share) if share < 1 else 1.0
-        left, drawn = _normalized(beyond, left), [*drawn, node.token]
-    yield depth, weight
-
-
-def _children(nodes: Sequence[Node], slot: int) -> list[tuple[int, Node]]:
-    return [(at, node) for at, node in enumerate(nodes, start=1) if node.parent == slot]
-
-
-def _without(q: Float[np.ndarray, V], drawn: list[int]) -> Float[np.ndarray, V]:
-    """Return q after tokens were drawn from it without replacement."""
-    q = q.copy()
-    q[drawn] = 0
-    return q / q.sum()
-
-
-def _normalized(
-    mass: Float[np.ndarray, V], otherwise: Float[np.ndarray, V]
-) -> Float[np.ndarray, V]:
-    return mass / total if (total := mass.sum()) > 0 else otherwise
 
 
 def _line(name: str, by_prompt: Sequence[Float[np.ndarray, "passes 2"]]) -> str:

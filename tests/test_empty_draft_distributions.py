@@ -31,13 +31,13 @@ def empty_somewhere():
 
 def check(monkeypatch, rule, parents):
     """`check_rule` of drafts that have a node also where nothing is left to draw it from."""
-    weights = rule_check._weights
+    weights = rule_check.draw_weights
 
     def every_node(*arguments):
         weight, possible = weights(*arguments)
         return weight, np.ones_like(possible)
 
-    monkeypatch.setattr(rule_check, "_weights", every_node)
+    monkeypatch.setattr(rule_check, "draw_weights", every_node)
     topology = Topology(parents)
     pairs = empty_somewhere()
     if topology.depth == 1:

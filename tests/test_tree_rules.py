@@ -208,6 +208,42 @@ def test_a_wrong_choice_of_siblings_fails(mistake, drawn, only):
     assert_wrong(check_rule(OfTrees(mistake), Topology(TWO), vocab=3))
 
 
+def target_unchanged(logp, logq):
+    """Leaves p as it is when a child is refused (lalamo, pull request 307)."""
+    return logp
+
+
+@pytest.mark.parametrize("drawn", [DRAWN, CERTAIN])
+def test_siblings_tested_against_an_unchanged_target_fail(drawn, monkeypatch, only):
+    only(drawn)
+    monkeypatch.setattr(tree_verification, "residual", target_unchanged)
+    assert_wrong(check_rule("rejection", Topology(TWO), vocab=3))
+
+
+def test_an_unchanged_target_gives_the_distribution_that_lalamo_asserts(monkeypatch):
+    """Of two likeliest children with a claimed q of .7 and .3; the target has (.45, .35, .15, .05).
+
+    The project's own test of trees expects this distribution of the first token.
+    """
+    p, q = np.array([0.45, 0.35, 0.15, 0.05]), np.array([0.7, 0.3, 0.0, 0.0])
+    pair = rule_check.DistributionPair.constant("lalamo", p, q, 1)
+    topology, tokens = Topology(TWO), np.array([[0, 1]], np.int32)
+    with np.errstate(divide="ignore"):
+        logp, logq = (
+            np.log(enumeration.distributions_by_slot(table, topology, tokens))
+            for table in (pair.p, pair.q)
+        )
+    drafts = enumeration.Drafts(
+        topology, np.zeros(2, int), tokens, tokens >= 0, logp, logq, np.zeros(1, int), np.ones(1)
+    )
+    monkeypatch.setattr(tree_verification, "residual", target_unchanged)
+    rule = rule_check.decision_function(sampling.Rejection(), topology)
+    outcomes = enumeration.decisions(rule, drafts)
+    emitted = enumeration.output_distributions(drafts, outcomes, [pair.p])[0]
+    first = emitted.reshape(4, 4).sum(axis=1)
+    np.testing.assert_allclose(first, [0.747, 0.206, 0.035, 0.012], atol=5e-4)
+
+
 def once_for_each_path(drafted, target, uniforms):
     """Tests the shared node again for its second path, with another uniform."""
     first = tree_recursion(drafted, target, uniforms)
@@ -285,7 +321,7 @@ def num_accepted(rule, parents, vocab):
     pairs = rule_check.example_distributions(vocab, topology.depth)
     drafter = np.zeros(topology.num_nodes, int)
     drafts, groups = rule_check._drafts(topology, drafter, pairs, None)
-    outcomes = enumeration.decisions(rule_check._decide(rule, topology), drafts)
+    outcomes = enumeration.decisions(rule_check.decision_function(rule, topology), drafts)
     assert rule_check._compare([((drafts, groups), outcomes)]).passed
     weight = outcomes.volume * drafts.weight[outcomes.item]
     counts = np.zeros(len(groups))

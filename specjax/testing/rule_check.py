@@ -144,7 +144,7 @@ def check_outputs(
                 pairs = [group.distributions for group in drafts[1]]
                 drafts = verified(drafts[0], pairs), drafts[1]
             if not isinstance(rule, sampling.Coupled):
-                results.append((drafts, decisions(_decide(rule, topology), drafts[0])))
+                results.append((drafts, decisions(decision_function(rule, topology), drafts[0])))
             # Drafts without distributions are verified by the walk.
             walk = isinstance(rule, sampling.Coupled | sampling.Rejection)
             walk |= isinstance(rule, sampling.Block) and not topology.is_chain
@@ -173,7 +173,7 @@ def _mixtures(topology: Topology) -> list[Int[np.ndarray, "N"]]:
     return tried
 
 
-def _decide(rule: sampling.Rule, topology: Topology) -> Decide:
+def decision_function(rule: sampling.Rule, topology: Topology) -> Decide:
     """Return a function from uniforms to a rule's decision: the last slot, and what follows it."""
 
     def of_chain(drafted: Any, target: Any, uniforms: Any) -> tuple[Any, Any]:
@@ -289,7 +289,7 @@ def _drafts(
         p = distributions_by_slot(pair.p, topology, tokens)
         q = distributions_by_slot(pair.q, topology, tokens)
         by_drafter = np.stack([q, _second(q)] if drafter.max() > 0 else [q], axis=1)
-        weight, possible = _weights(topology, drafter, tokens, by_drafter)
+        weight, possible = draw_weights(topology, drafter, tokens, by_drafter)
         drawn = weight > 0
         tokens, p, by_drafter = tokens[drawn], p[drawn], by_drafter[drawn]
         q = by_drafter.reshape(len(tokens), -1, vocab)
@@ -320,7 +320,7 @@ def _drafts(
     return Drafts(topology, drafter, *(np.concatenate(arrays) for arrays in fields)), groups
 
 
-def _weights(
+def draw_weights(
     topology: Topology,
     drafter: Int[np.ndarray, "N"],
     tokens: Int[np.ndarray, "I N"],
