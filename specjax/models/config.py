@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -207,10 +208,28 @@ class Recurrence:
     step_limits: tuple[float, float] = (0.0, UNLIMITED)
 
     @property
-    def conv_channels(self) -> int:
-        """The number of inputs of the convolution: those of values, and of queries and keys."""
-        values = self.value_heads * self.value_width
-        return values + 2 * self.key_heads * self.key_width * self.has_matrix
+    def blocks(self) -> int:
+        """The number of parts that devices of a mesh can share: heads with all that is theirs.
+
+        They are value heads or, in the delta rule, key heads with the value heads of each.
+        """
+        return self.key_heads if self.kind == "delta" else self.value_heads
+
+    def shards(self, most: int) -> int:
+        """Return over how many of `most` devices a layer is sharded: all, or 1 if it is whole."""
+        return most if self.blocks % most == 0 else 1
+
+    def groups(self, shards: int) -> int:
+        """Return the number of key heads, each repeated so that all `shards` of a layer have some.
+
+        Of a convolution alone it is the number of groups of channels.
+        """
+        return math.lcm(self.key_heads, shards)
+
+    def channels(self, shards: int) -> int:
+        """Return the number of inputs of the convolution in each group: query, key and values."""
+        values = self.value_heads // self.groups(shards) * self.value_width
+        return values + 2 * self.key_width * self.has_matrix
 
     @property
     def has_matrix(self) -> bool:

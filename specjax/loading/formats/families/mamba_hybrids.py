@@ -117,10 +117,14 @@ GRANITE_HYBRID = Family(
             **{f"{mlp}.down": f"{name}.output_linear" for mlp, name in _MLPS.items()},
             "mlp.router": "block_sparse_moe.router.layer",
         },
-        fused=tuple((f"{mlp}.gate", f"{mlp}.up") for mlp in _MLPS),
+        fused=(*((f"{mlp}.gate", f"{mlp}.up") for mlp in _MLPS), *recurrent.MAMBA_FUSED),
     ),
     # Files of Bamba have True, and rotate.
-    gguf=GgufLayout("granitehybrid", table("gguf"), fixed={"rope.scaling.finetuned": False}),
+    gguf=GgufLayout(
+        "granitehybrid",
+        table("gguf", recurrent.MAMBA_GGUF, fused=recurrent.MAMBA_FUSED),
+        fixed={"rope.scaling.finetuned": False},
+    ),
 )
 
 
@@ -165,6 +169,7 @@ BAMBA = Family(
             "mlp.up": "feed_forward.up_proj",
             "mlp.down": "feed_forward.down_proj",
         },
+        fused=recurrent.MAMBA_FUSED,
     ),
 )
 
@@ -301,6 +306,14 @@ NEMOTRON_H = Family(
             "mlp.up": "mixer.up_proj",
             "mlp.down": "mixer.down_proj",
         },
+        fused=recurrent.MAMBA_FUSED,
     ),
-    gguf=GgufLayout("nemotron_h", table("gguf", {"mlp_norm": "attn_norm"})),
+    gguf=GgufLayout(
+        "nemotron_h",
+        table(
+            "gguf",
+            {"mlp_norm": "attn_norm", **recurrent.MAMBA_GGUF},
+            fused=recurrent.MAMBA_FUSED,
+        ),
+    ),
 )

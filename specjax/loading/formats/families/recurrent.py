@@ -15,14 +15,30 @@ from specjax.models.config import UNLIMITED, DecoderConfig
 LINEAR = "linear_attention"
 """The name that transformers 5 uses for recurrent layers with a matrix."""
 
+
+def fused_taps(*parts: str) -> tuple[tuple[str, ...], ...]:
+    """Return the modules of a convolution whose weights, and biases, are one tensor, in order."""
+    return tuple(
+        tuple(f"recurrence.{name}.{part}" for part in parts) for name in ("taps", "taps_bias")
+    )
+
+
+DELTA_FUSED = fused_taps("query", "key", "value")
+"""The modules of the delta rule that are one tensor of the convolution."""
+_PROJECTED = ("gate", "value", "key", "query", "decay")
+_CONVOLVED = ("value", "key", "query")
+MAMBA_FUSED = (tuple(f"recurrence.{part}" for part in _PROJECTED), *fused_taps(*_CONVOLVED))
+"""The modules of Mamba-2 that are one tensor, in order."""
+MAMBA_GGUF = {f"recurrence.{part}": "ssm_in" for part in _PROJECTED}
+"""The name of Mamba-2's projection in GGUF files."""
 MAMBA_NAMES = {
-    "recurrence.taps": "mamba.conv1d.weight",
-    "recurrence.taps_bias": "mamba.conv1d.bias",
+    **{f"recurrence.taps.{part}": "mamba.conv1d.weight" for part in _CONVOLVED},
+    **{f"recurrence.taps_bias.{part}": "mamba.conv1d.bias" for part in _CONVOLVED},
+    **{f"recurrence.{part}": "mamba.in_proj" for part in _PROJECTED},
     "recurrence.log_rate": "mamba.A_log",
     "recurrence.rate_bias": "mamba.dt_bias",
     "recurrence.skip": "mamba.D",
     "recurrence.norm": "mamba.norm",
-    "recurrence.input": "mamba.in_proj",
     "recurrence.output": "mamba.out_proj",
 }
 """The names of Mamba-2's modules."""
