@@ -56,10 +56,11 @@ def _layer(config: DecoderConfig, run: LayerRun) -> dict[str, Any]:
     elif run.mixer == "recurrent":
         layer["recurrence"] = _recurrence(config)
     parts = ["attention"] * (run.mixer != "absent") + ["mlp"] * run.mlp
+    before, after = config.norm.places(run.mixer)
     for part in parts:
-        if config.norm.before:
+        if before:
             layer[f"{part}_norm"] = norm_table(config)
-        if config.norm.after:
+        if after:
             layer[f"after_{part}_norm"] = norm_table(config)
     return layer
 

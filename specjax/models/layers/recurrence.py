@@ -143,6 +143,12 @@ class RecurrentLayer:
         return recurrence
 
     @property
+    def epsilon(self) -> float:
+        """The epsilon of the norm of results."""
+        own = self.recurrence.norm_epsilon
+        return self.config.rms_norm_eps if own is None else own
+
+    @property
     def shards(self) -> int:
         """The number of devices over which the layer is sharded, 1 if each has all of it."""
         return self.recurrence.shards(self.layer.shards)
@@ -181,7 +187,7 @@ class RecurrentLayer:
         parts, tokens = self._convolved(parts, weights, tokens)
         query, key, value = (nn.silu(part).astype(jnp.float32) for part in parts.values())
         rates = self._projected(h, weights["rates"], groups, jnp.float32)
-        share = nn.sigmoid(rates[..., :shared]).reshape(*shape, heads)
+        share = nn.sigmoid(rates[..., :shared]).reshape(*shape, heads) * (1 + recurrence.doubled)
         decays = self._log_decays(rates[..., shared:].reshape(*shape, heads), weights)[0]
         y, window = linear_attention(
             _unit(query) * width**-0.5,
@@ -191,7 +197,7 @@ class RecurrentLayer:
             share,
             tokens,
         )
-        y = rms_norm(y, weights["norm"]["scale"].astype(jnp.float32), self.config.rms_norm_eps)
+        y = rms_norm(y, weights["norm"]["scale"].astype(jnp.float32), self.epsilon)
         gate = gate.reshape(*shape, heads, value_width).astype(jnp.float32)
         return y * nn.silu(gate), window
 
@@ -216,7 +222,7 @@ class RecurrentLayer:
         # By head first: where devices share a norm, they exchange one number of each group.
         squares = jnp.sum(y * y, axis=3).reshape(*shape, recurrence.key_heads, -1)
         mean = jnp.sum(squares, axis=3) * (recurrence.key_heads / (heads * width))
-        norm = lax.rsqrt(mean + self.config.rms_norm_eps)
+        norm = lax.rsqrt(mean + self.epsilon)
         scale = weights["norm"]["scale"].astype(jnp.float32).reshape(heads, width)
         norm = jnp.repeat(norm, heads // recurrence.key_heads, axis=2)
         return y * norm[..., None] * scale[None, None], window

@@ -280,7 +280,9 @@ NEMOTRON_H = Family(
         schema.integer("recurrence.conv_width", "conv_kernel", "ssm.conv_kernel", 4),
         schema.integer("recurrence.key_heads", "n_groups", "ssm.group_count", 8),
         schema.integer("recurrence.value_heads", "mamba_num_heads", "ssm.time_step_rank", 128),
-        schema.integer("recurrence.value_width", "mamba_head_dim", recurrent.value_width, 64),
+        schema.integer(
+            "recurrence.value_width", "mamba_head_dim", recurrent.value_width_of_gguf, 64
+        ),
         schema.integer("recurrence.key_width", "ssm_state_size", "ssm.state_size", 128),
         schema.flag("recurrence.conv_bias", "use_conv_bias", recurrent.has_conv_bias, True),
         schema.flag("recurrence.bias", "mamba_proj_bias", default=False),

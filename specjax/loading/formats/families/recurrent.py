@@ -12,6 +12,8 @@ from specjax.loading.tokenizers.huggingface_tokenizer import INFINITY
 from specjax.loading.typed_fields import Fields
 from specjax.models.config import UNLIMITED, DecoderConfig
 
+Default = int | Callable[[Values], int]
+"""A size that a file need not state, or how it results from earlier values."""
 LINEAR = "linear_attention"
 """The name that transformers 5 uses for recurrent layers with a matrix."""
 
@@ -102,7 +104,7 @@ def by_interval(period: int) -> Callable[[GgufFields, Values], Values]:
     return read
 
 
-def value_width(fields: GgufFields) -> int:
+def value_width_of_gguf(fields: GgufFields) -> int:
     """Return the width of a value head, given the width and the heads that a GGUF file states."""
     heads, inner = fields.count("ssm.time_step_rank"), fields.count("ssm.inner_size")
     if inner % heads:
@@ -132,17 +134,29 @@ def every(period: int) -> Callable[[Fields, int], list[bool]]:
     return flags
 
 
-def delta_rule() -> tuple[Part, ...]:
-    """Return the parts for the sizes of the gated delta rule, by the names of Qwen3-Next."""
+def delta_rule(
+    key_heads: Default = 16,
+    value_heads: Default = 32,
+    key_width: Default = 128,
+    value_width: Default = 128,
+) -> tuple[Part, ...]:
+    """Return the parts for the sizes of the gated delta rule, by the names of Qwen3-Next.
+
+    The arguments are the sizes that a config.json need not state.
+    """
     return (
         schema.fixed({"recurrence.kind": "delta"}),
         schema.integer("recurrence.conv_width", "linear_conv_kernel_dim", "ssm.conv_kernel", 4),
-        schema.integer("recurrence.key_heads", "linear_num_key_heads", "ssm.group_count", 16),
         schema.integer(
-            "recurrence.value_heads", "linear_num_value_heads", "ssm.time_step_rank", 32
+            "recurrence.key_heads", "linear_num_key_heads", "ssm.group_count", key_heads
         ),
-        schema.integer("recurrence.key_width", "linear_key_head_dim", "ssm.state_size", 128),
-        schema.integer("recurrence.value_width", "linear_value_head_dim", value_width, 128),
+        schema.integer(
+            "recurrence.value_heads", "linear_num_value_heads", "ssm.time_step_rank", value_heads
+        ),
+        schema.integer("recurrence.key_width", "linear_key_head_dim", "ssm.state_size", key_width),
+        schema.integer(
+            "recurrence.value_width", "linear_value_head_dim", value_width_of_gguf, value_width
+        ),
     )
 
 
@@ -178,7 +192,7 @@ def _read_width(fields: Fields, known: Values) -> Values:
 
 
 def _read_gguf_width(fields: GgufFields, known: Values) -> Values:
-    return {"recurrence.value_width": value_width(fields)}
+    return {"recurrence.value_width": value_width_of_gguf(fields)}
 
 
 def _write_width(config: DecoderConfig) -> dict[str, Any]:
