@@ -176,6 +176,8 @@ FAMILY_CONFIGS = [
     ("granitemoehybrid", {"position_embedding_type": "alibi"}, "position_embedding_type='alibi'"),
     ("granitemoehybrid", {"num_local_experts": 4}, "missing: model.layers.0.block_sparse_moe."),
     ("granitemoehybrid", {"num_local_experts": -1}, "experts.num_experts=-1: must be"),
+    ("olmo_hybrid", {"linear_num_value_heads": 3}, "recurrence.key_heads=2: must divide"),
+    ("olmo_hybrid", {"linear_allow_neg_eigval": 2}, "linear_allow_neg_eigval=2: must be"),
     ("bamba", {"attn_rotary_emb": 12}, "attn_rotary_emb=12: is not supported; only 4 is"),
     ("bamba", {"time_step_limit": [2.0, 0.5]}, "step_limits=(2.0, 0.5): must ascend"),
     ("bamba", {"time_step_limit": [0.0]}, "time_step_limit=[0.0]: must be two numbers"),

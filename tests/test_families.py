@@ -541,6 +541,26 @@ def test_the_names_of_published_hybrids_are_read(tmp_path):
     assert model_of("qwen3_5").mtp is not None
 
 
+def test_sizes_that_an_olmo_hybrid_need_not_state(tmp_path):
+    """Three of four layers are recurrent, and not all of them in a small model."""
+    fields = dict(model_type="olmo_hybrid", vocab_size=96, hidden_size=64, intermediate_size=40)
+    fields |= dict(num_hidden_layers=3, num_attention_heads=4)
+    ropes = [
+        (dict(rope_parameters=None), 16),
+        (dict(rope_parameters={"rope_type": "default"}), 16),
+        (dict(rope_parameters={"rope_type": "default", "rope_theta": None}), 0),
+        (dict(rope_theta=None), 0),
+    ]
+    for rope, rotated in ropes:
+        (tmp_path / "config.json").write_text(json.dumps(fields | rope))
+        config, _ = read_config(tmp_path, None)
+        assert (config.num_kv_heads, config.rotary_width) == (4, rotated)
+    assert config.mixers == ("recurrent", "recurrent", "attention")
+    found = config.recurrence
+    assert (found.key_heads, found.value_heads, found.conv_width) == (4, 4, 4)
+    assert (found.key_width, found.value_width, found.doubled) == (12, 24, True)
+
+
 def test_granite_4_with_attention_alone(tmp_path):
     """Its config has the fields of Mamba-2, of no effect."""
     copy = changed(

@@ -168,7 +168,7 @@ CONFIGS |= {
     "lfm2": {
         "head_dim": 8,
         "attention": Attention(qk_norm=True),
-        "recurrence": Recurrence("conv", conv_width=3, value_width=32),
+        "recurrence": Recurrence("conv", conv_width=3, value_heads=4, value_width=8),
         "mixers": ("recurrent", "attention", "recurrent"),
         "tie_word_embeddings": True,
     },
@@ -438,7 +438,7 @@ def test_recurrent_layers_in_blocks_are_those_of_the_dequantised_file(tmp_path, 
     path = write(tmp_path / "a.gguf", config, change=keys, kind="Q8_0", kinds=kinds)
     model, wide = load_model(path), load_model(path, weights="float", form=Form())
     recurrent = model.params["recurrent_layers"]["recurrence"]
-    joined = "input" if name == "granitemoehybrid" else "qkvz"
+    joined = "value_gate_decay" if name == "granitemoehybrid" else "qkvz"
     assert is_quantized(recurrent[joined]["kernel"])
     # In Qwen3.5's files the value heads, which are its inputs, have another order.
     assert is_quantized(recurrent["output"]["kernel"]) == (name != "qwen3_5_moe_text")

@@ -11,6 +11,7 @@ from conftest import tiny_config
 from decoding import decode
 from test_structured_output import bytes_tokenizer
 
+from specjax import SamplingParams
 from specjax.drafters import make_drafter
 from specjax.loading.load import random_model
 from specjax.loading.tokenizers.tokenizer import Tokenizer
@@ -97,7 +98,8 @@ def test_tokens_are_those_of_plain_decoding(sampled, pair, caplog):
         drafter = make_drafter("draft_model", target, draft)
     assert "257 of its 267 tokens (96.3%) are the target's, too" in caplog.text
     prompts = ["abc", "name", "é", "12"]
-    options = dict(temperature=0.9 * sampled, verify="coupled", max_new_tokens=20)
+    sampling = SamplingParams(temperature=0.9 * sampled, max_new_tokens=20)
+    options = dict(sampling=[sampling] * len(prompts), verify="coupled")
     plain = decode(target, prompts, **options)
     found = decode(target, prompts, drafter=drafter, **options)
     assert found.token_ids == plain.token_ids
@@ -123,7 +125,8 @@ def test_the_model_itself_with_ids_in_another_order_is_always_right(pair):
         params["head"] = {"kernel": params["head"]["kernel"][:, before]}
     draft = dataclasses.replace(target, params=params, tokenizer=Tokenizer(backend))
     drafter = make_drafter("draft_model", target, draft)
-    found = decode(target, ["abc", "name"], drafter=drafter, temperature=0.0, max_new_tokens=20)
+    sampling = [SamplingParams(max_new_tokens=20)] * 2
+    found = decode(target, ["abc", "name"], drafter=drafter, sampling=sampling)
     assert np.asarray(found.accepted).max() == 4
     ran = np.asarray(found.emitted) > 0
     assert (np.asarray(found.accepted)[ran] == np.asarray(found.drafted)[ran]).all()

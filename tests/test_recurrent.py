@@ -14,7 +14,10 @@ from toy_training import two_rows, with_features
 from specjax import SamplingParams, generate, make_drafter, theory
 from specjax.core.cache import commit
 from specjax.core.prefill import prefill
+from specjax.distributed import device_memory
+from specjax.engine import programs as programs_module
 from specjax.engine.engine import Engine
+from specjax.engine.programs import compile_plan, needed_memory
 from specjax.errors import InputError
 from specjax.loading.load import random_model
 from specjax.models.config import Recurrence
@@ -198,6 +201,43 @@ def test_a_prompt_read_again_after_another_gives_its_tokens_again(long_model):
     assert engine.statistics.shared_tokens == 256
     assert engine.statistics.reread_tokens == 192
     assert "192 found without a state after them" in str(engine.statistics.summary())
+
+
+@pytest.mark.parametrize("number", [None, 3])
+def test_kept_states_are_in_the_memory_that_is_planned(long_model, number, monkeypatch, caplog):
+    pages = dict(kv_page_size=64, num_kv_pages=40, enable_prefix_caching=True)
+    engine = Engine(long_model, batch_size=2, max_length=512, num_kept_states=number, **pages)
+    plan, most = engine._rows.plan, number or 8
+    programs = engine._rows.compile()
+    planned = needed_memory(plan, programs).arrays
+    (name,) = planned.keys() - programs.memory.arrays.keys()
+    assert name == f"{most} kept states"
+    for seed in range(most + 2):
+        engine.add(ids(seed, 200), SamplingParams(max_new_tokens=4, ignore_eos=True))
+        list(engine)
+        (pool,) = engine._scheduler.pages.pools
+        waiting = [held.states for held in pool._held.values()]
+        kept = sum(leaf.nbytes for leaf in jax.tree.leaves((pool._states, waiting)))
+        assert kept <= planned[name]
+    # Those of four more are for the prompt that is being read.
+    assert len(pool._states) == most
+    assert kept * (most + 4) == planned[name] * most
+
+    monkeypatch.setattr(device_memory, "_GIB", 1)
+    monkeypatch.setattr(programs_module, "_made", set())
+    with caplog.at_level("INFO", "specjax"):
+        compile_plan(plan)
+    assert f"{name} {planned[name]}.00 GiB" in caplog.text
+    arrays = sum(programs.memory.arrays.values()) + programs.memory.temporaries
+    monkeypatch.setattr(device_memory, "free_bytes", lambda: arrays + planned[name] - 1)
+    with pytest.raises(InputError, match="lower num_kv_pages, num_kept_states or num_spec"):
+        compile_plan(plan)
+
+
+def test_plans_that_keep_no_states_count_none(long_model):
+    engine = Engine(long_model, batch_size=2, max_length=512, kv_page_size=64)
+    programs = engine._rows.compile()
+    assert needed_memory(engine._rows.plan, programs) == programs.memory
 
 
 def test_a_model_without_attention_decodes():

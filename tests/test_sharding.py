@@ -30,6 +30,7 @@ from specjax.core.top_tokens import likeliest
 from specjax.distributed import sharding
 from specjax.drafters import TreeOptions, head_drafter, make_drafter
 from specjax.engine import programs
+from specjax.engine.engine import Engine
 from specjax.engine.generate import decode_requests, generate
 from specjax.engine.programs import compile_plan, row_arguments
 from specjax.engine.requests import SamplingParams
@@ -37,6 +38,7 @@ from specjax.errors import InputError
 from specjax.loading.formats import build_parameters, parameter_names
 from specjax.loading.formats.families import registry
 from specjax.loading.load import load_model, place_model, random_model, save_model
+from specjax.models.config import Attention, Recurrence
 
 EIGHT_HEADS = dict(
     num_heads=8, num_kv_heads=8, head_dim=6, hidden_size=24, intermediate_size=40, vocab_size=72
@@ -406,6 +408,134 @@ def test_rows_on_other_devices_exchange_only_whether_they_are_done(eight, draft)
     found = collections.Counter(shape for _, shape in collectives(loop_program(call)))
     assert found.keys() <= {"s32[]", "pred[]", "pred[1,1]", "s32[1,1]"}
     assert (found["pred[1,1]"], found["s32[1,1]"]) == (1, 1)
+
+
+STATES = dict(value_heads=8, key_width=6, value_width=5)
+RECURRENT = {
+    "delta": ("qwen3_5_text", Recurrence("delta", key_heads=4, **STATES)),
+    "mamba2": ("bamba", Recurrence("mamba2", key_heads=4, conv_bias=True, bias=True, **STATES)),
+    "mamba2, few groups": ("bamba", Recurrence("mamba2", key_heads=2, **STATES)),
+    "conv": ("lfm2", Recurrence("conv", conv_width=3, value_heads=8, value_width=3)),
+    # Four devices cannot share out these heads.
+    "delta, uneven": ("qwen3_5_text", Recurrence("delta", key_heads=2, **STATES)),
+    "mamba2, uneven": ("bamba", Recurrence("mamba2", **{**STATES, "value_heads": 6})),
+}
+"""Families with recurrent layers, and the sizes of these."""
+
+
+@functools.cache
+def hybrid(kind):
+    """A model in which every other layer is recurrent."""
+    family, recurrence = RECURRENT[kind]
+    config = tiny_config(
+        **EIGHT_HEADS | {"num_layers": 4},
+        family=family,
+        recurrence=recurrence,
+        mixers=("recurrent", "attention"),
+        attention=Attention(qk_norm=family != "bamba"),
+    )
+    return random_model(config, 0, dtype="float32")
+
+
+@functools.cache
+def decoded_by_hybrid(kind, mesh=None):
+    target = hybrid(kind) if mesh is None else place_model(hybrid(kind), mesh_of(*mesh))
+    options = dict(num_speculative_tokens=3, verify="rejection")
+    drafter = make_drafter("ngram", target)
+    return decode(
+        target, PROMPTS, drafter=drafter, batch_size=8, sampling=SETTINGS_OF_ROWS, **options
+    )
+
+
+SETTINGS_OF_ROWS = mixed(max_new_tokens=10, logprobs=True)
+
+
+def logits_of_hybrid(kind, mesh=None):
+    target = hybrid(kind) if mesh is None else place_model(hybrid(kind), mesh_of(*mesh))
+    tokens = np.random.default_rng(0).integers(72, size=(4, 40)).astype(np.int32)
+
+    def run(params, tokens):
+        positions = jnp.broadcast_to(jnp.arange(40), tokens.shape)
+        causal = jnp.tril(jnp.ones((1, 40, 40), bool))
+        return target.architecture.extend(params, tokens, positions, None, None, 0, causal).logits
+
+    with sharding.use(target.mesh):
+        return np.asarray(jax.jit(run)(target.params, tokens))
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh"),
+    [
+        *((kind, (1, 4)) for kind in RECURRENT if "uneven" not in kind),
+        ("delta", (2, 2)),
+        *slow(*((kind, (2, 2)) for kind in RECURRENT if kind != "delta")),
+        ("mamba2, uneven", (1, 4)),
+        *slow(("delta, uneven", (1, 4))),
+    ],
+)
+def test_recurrent_layers_on_a_mesh_give_what_one_device_gives(kind, mesh):
+    alone, split = decoded_by_hybrid(kind), decoded_by_hybrid(kind, mesh)
+    assert split.token_ids == alone.token_ids
+    assert_near_logprobs(split, alone)
+    np.testing.assert_allclose(logits_of_hybrid(kind, mesh), logits_of_hybrid(kind), atol=1e-4)
+
+
+@pytest.mark.usefixtures("every_pass")
+@pytest.mark.parametrize("kind", ["mamba2, few groups", "conv", *slow("delta", "mamba2")])
+def test_a_round_sums_twice_in_a_recurrent_layer_too(kind):
+    """As in one with attention; states, windows and weights are read and written where they are."""
+    target = place_model(hybrid(kind), mesh_of(1, 4))
+    call = round_call(target, None, "ngram", greedy())
+    expected = []
+    for width in (1, 2):
+        # The loop over layers has a branch for either kind of layer.
+        expected += [("all-reduce", f"f32[8,{width},24]")] * 5
+        expected += [("all-reduce", f"f32[8,{width}]"), ("all-reduce", f"s32[8,{width}]")]
+        if kind == "mamba2, few groups":  # The norm of a group is over two devices.
+            expected.append(("all-reduce", f"f32[8,{width},1]"))
+    assert collectives(loop_program(call)) == sorted(expected)
+    reads = [("all-reduce", f"f32[1,{call.plan.loop.chunks[-1]},24]")] * 5
+    found = collectives(compile_plan(call.plan).read)
+    assert [one for one in found if not one[1].endswith(",1]")] == reads
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_a_device_has_the_weights_and_states_of_its_heads(kind):
+    """A part of each array, but of the queries and keys that are fewer than the devices."""
+    target = place_model(hybrid(kind), mesh_of(1, 4))
+    recurrence = target.config.recurrence
+    parts = 1 if "uneven" in kind else 4
+    with sharding.use(target.mesh):
+        made = jax.jit(lambda: (target.architecture.make_cache(8, 64).recurrent,))()
+        made += jax.jit(lambda: (target.architecture.make_window(8, 3).recurrent,))()
+    groups = {"mamba2, few groups": 4}.get(kind, recurrence.key_heads)
+    assert made[0].inputs.shape[3] == (4 if kind == "conv" else groups)
+    for state in jax.tree.leaves(made):
+        assert parts * state.addressable_shards[0].data.nbytes == state.nbytes
+    own = target.params["recurrent_layers"]["recurrence"]
+    for path, leaf in jax.tree.leaves_with_path(own):
+        names = {entry.key for entry in path}
+        whole = names & {"query", "key", "query_key"} and kind == "mamba2, few groups"
+        whole = whole or {"output", "bias"} <= names or (names >= {"norm"} and "delta" in kind)
+        share = leaf.addressable_shards[0].data.nbytes
+        assert (1 if whole else parts) * share == leaf.nbytes, path
+
+
+def test_states_that_are_kept_stay_on_their_devices():
+    target = place_model(hybrid("delta"), mesh_of(1, 4))
+    prompt = np.random.default_rng(0).integers(72, size=100).tolist()
+    pages = dict(kv_page_size=64, num_kv_pages=8, enable_prefix_caching=True)
+    engine = Engine(target, batch_size=2, max_length=128, **pages)
+    outputs = []
+    for _ in range(2):
+        engine.add(prompt, SamplingParams(max_new_tokens=8, ignore_eos=True, temperature=0.0))
+        outputs += [delta.output.token_ids for delta in engine if delta.output is not None]
+    assert outputs[0] == outputs[1]
+    assert engine.statistics.shared_tokens == 64
+    (pool,) = engine._scheduler.pages.pools
+    (kept,) = pool._states.values()
+    for state in jax.tree.leaves([cache.recurrent for cache in kept]):
+        assert 4 * state.addressable_shards[0].data.nbytes == state.nbytes
 
 
 @pytest.mark.slow  # of a target alone these are the three above

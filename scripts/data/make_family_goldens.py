@@ -272,6 +272,17 @@ FAMILIES |= {
         "linear_value_head_dim": 6,
         "norm_topk_prob": True,
     },
+    "olmo_hybrid": SIZES
+    | {
+        "num_hidden_layers": 4,
+        "rms_norm_eps": 1e-4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": None},
+        "layer_types": [LINEAR_LAYER, LINEAR_LAYER, FULL, LINEAR_LAYER],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 6,
+    },
     "lfm2": {name: value for name, value in SIZES.items() if name != "rms_norm_eps"}
     | {
         "num_hidden_layers": 4,
@@ -364,7 +375,7 @@ FAMILIES["qwen3_5_moe"] = FAMILIES["qwen3_5"] | {
 }
 RECURRENT = (
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe"),
-    *("lfm2", "granitemoehybrid", "bamba", "nemotron_h"),
+    *("olmo_hybrid", "lfm2", "granitemoehybrid", "bamba", "nemotron_h"),
 )
 QWEN_MODULES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe")
 WITH_MODULES = ("glm4_moe", "mimo", "deepseek_v3", *QWEN_MODULES)
@@ -396,13 +407,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "intermediate_size": 12,
         "shared_intermediate_size": 20,
     },
+    "olmo_hybrid": {
+        "num_hidden_layers": 2,
+        "layer_types": [LINEAR_LAYER, FULL],
+        "rope_parameters": ROPE,
+        "linear_allow_neg_eigval": False,
+    },
 }
 """Changes of families' settings: router scores divided by their sum; a choice among all experts,
 and an announced module whose tensors transformers does not write, as when it saves GLM-4.5; queries
-with and without a latent, and rotated halves; experts in MXFP4; and experts beside a shared MLP.
+with and without a latent, and rotated halves; experts in MXFP4; experts
+beside a shared MLP; and rotated heads, with shares of at most 1.
 """
 DRAFTS = 3
-FIRST_SEED = {"qwen3_5_text": 6, "qwen3_5_moe_text": 2}
+FIRST_SEED = {"qwen3_5_text": 6, "qwen3_5_moe_text": 2, "olmo_hybrid": 1}
 """Where an earlier seed gives states of nearly zero before a norm, which magnifies rounding."""
 
 
@@ -554,6 +572,28 @@ def merge_experts(folder: Path) -> None:
     save_file(tensors, path, {"format": "pt"})
 
 
+def name_as_published(folder: Path, config: Any) -> None:
+    """Store a saved OLMo hybrid as it is published.
+
+    transformers saves its convolutions in equal pieces, whatever their widths, and gives norms of
+    layers with attention the names of others.
+    """
+    path, tensors = folder / "model.safetensors", load_file(folder / "model.safetensors")
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    for layer, kind in enumerate(config.layer_types):
+        start = f"model.layers.{layer}"
+        if kind == FULL:
+            norm = tensors.pop(f"{start}.feedforward_layer_norm.weight")
+            tensors[f"{start}.post_attention_layernorm.weight"] = norm
+            continue
+        names = [f"{start}.linear_attn.{part}_conv1d.weight" for part in "qkv"]
+        whole = torch.cat([tensors[name] for name in names])
+        pieces = whole.split([keys, keys, values])
+        tensors |= {name: piece.clone() for name, piece in zip(names, pieces, strict=True)}
+    save_file(tensors, path, {"format": "pt"})
+
+
 def store_mxfp4(folder: Path, quantization: dict[str, Any]) -> None:
     """Round the experts of a saved checkpoint to MXFP4, and store them as gpt-oss has them."""
     path, tensors = folder / "model.safetensors", {}
@@ -618,6 +658,8 @@ def write(name: str, folder: Path, settings: dict[str, Any], module: bool) -> No
         model.to(torch.bfloat16).save_pretrained(folder)
         if name == "qwen3_5_moe":
             merge_experts(folder)
+        if name == "olmo_hybrid":
+            name_as_published(folder, config)
         options = {}
         if quantization is not None:
             store_mxfp4(folder, quantization)

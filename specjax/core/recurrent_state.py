@@ -36,11 +36,12 @@ class ByRow:
 class RecurrentState(ByRow):
     """The state of M recurrent layers after the committed tokens of each row.
 
-    `inputs` are the last K - 1 inputs of the convolution, the latest one last. `matrix` has a
-    matrix of N keys and P values for each of H heads; None for layers without.
+    `inputs` are the last K - 1 inputs of the convolution, the latest one last, in G groups of X. A
+    group belongs to one of G key heads, and a mesh shards groups and heads over its devices.
+    `matrix` has a matrix of N keys and P values for each of H heads; None for layers without.
     """
 
-    inputs: Float[Array, "M B taps X"]
+    inputs: Float[Array, "M B taps G X"]
     matrix: Float[Array, "M B H N P"] | None
 
     def advanced(
@@ -84,7 +85,7 @@ class RecurrentWindow(ByRow):
     Where layers have no matrix, these are None.
     """
 
-    inputs: Float[Array, "M B W X"]
+    inputs: Float[Array, "M B W G X"]
     keys: Float[Array, "M B W G N"] | None
     values: Float[Array, "M B W H P"] | None
     log_decays: Float[Array, "M B W H"] | None

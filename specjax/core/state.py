@@ -200,7 +200,7 @@ def with_pages(state: State, pages: Int[Array, "B N"] | None) -> State:
 
 def with_pools(state: State, pools: Any) -> State:
     """Return the state with the entries of the caches in `pools`, in the same order."""
-    made = iter(_caches(pools))
+    made = iter(caches_of(pools))
 
     def pooled(cache: KVCache) -> KVCache:
         pool = next(made)
@@ -211,10 +211,10 @@ def with_pools(state: State, pools: Any) -> State:
 
 def cached_lengths(state: State) -> Int[Array, "B"]:
     """Return the number of tokens of each row that all caches hold."""
-    return functools.reduce(jnp.minimum, [cache.length for cache in _caches(state)])
+    return functools.reduce(jnp.minimum, [cache.length for cache in caches_of(state)])
 
 
-def _caches(tree: Any) -> list[KVCache]:
+def caches_of(tree: Any) -> list[KVCache]:
     """Return all caches in a tree."""
     nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, KVCache))
     return [node for node in nodes if isinstance(node, KVCache)]
@@ -227,7 +227,7 @@ def with_cached_lengths(state: State, length: Int[Array, "B"]) -> State:
 
 def is_recurrent(tree: Any) -> bool:
     """Return whether a cache in a tree has the state of recurrent layers."""
-    return any(cache.recurrent is not None for cache in _caches(tree))
+    return any(cache.recurrent is not None for cache in caches_of(tree))
 
 
 def cached_states(state: State) -> list[KVCache]:
@@ -235,7 +235,7 @@ def cached_states(state: State) -> list[KVCache]:
 
     With entries of the same rows, `with_cached_states` continues from there.
     """
-    return [cache.without_entries() for cache in _caches(state)]
+    return [cache.without_entries() for cache in caches_of(state)]
 
 
 def with_cached_states(state: State, caches: Sequence[KVCache]) -> State:

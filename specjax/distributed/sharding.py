@@ -84,16 +84,19 @@ def use(mesh: Mesh | None) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
-def partition(axes: Axes, shape: Sequence[int], mesh: Any) -> PartitionSpec:
+def partition(
+    axes: Axes, shape: Sequence[int], mesh: Any, blocks: int | None = None
+) -> PartitionSpec:
     """Return how an array of the given shape, with the logical `axes`, is sharded over `mesh`.
 
-    An axis whose size is not a multiple of the number of devices is not sharded. If several logical
-    axes map to one mesh axis, as for experts and their width, the first that can be sharded is.
+    An axis whose size, or number of `blocks` that must stay whole, is not a multiple of the number
+    of devices is not sharded. If several logical axes map to one mesh axis, as for experts and
+    their width, the first that can be sharded is.
     """
     split: list[str | None] = []
     for name, size in zip(axes, shape, strict=True):
         axis = LOGICAL_AXES.get(name) if name else None
-        fits = axis is not None and axis not in split and size % mesh.shape[axis] == 0
+        fits = axis is not None and axis not in split and (blocks or size) % mesh.shape[axis] == 0
         split.append(axis if fits else None)
     return PartitionSpec(*split)
 

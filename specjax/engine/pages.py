@@ -18,11 +18,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from specjax.engine.plan import DecodePlan
+from specjax.engine.plan import MOST_STATES_OF_PROMPT, DecodePlan
 from specjax.engine.rows import Row
 
-_STATES_PER_SLOT = 4
-"""The most states that are kept of a prompt, and per slot unless options give a number in all."""
 _ROOT = 0
 """The serial number of what precedes the first page."""
 
@@ -242,10 +240,9 @@ class RowPages:
         shares = plan.options.enable_prefix_caching
         following = loop.drafter.following_tokens if shares else None
         num_pages = loop.num_pages // shards
-        num_states = None
-        if shares and plan.keeps_states:
-            num_states = plan.options.num_kept_states or _STATES_PER_SLOT * plan.num_rows
-        pool = functools.partial(PagePool, num_pages, loop.page_size, following, num_states)
+        pool = functools.partial(
+            PagePool, num_pages, loop.page_size, following, plan.num_kept_states
+        )
         self.pools = [pool() for _ in range(shards)]
         self._pool_of: dict[Row, PagePool] = {}
         self._shape = plan.num_rows, loop.capacity // loop.page_size
@@ -325,7 +322,7 @@ class RowPages:
             return None
         often, step = (math.lcm(chunk, pool.size) for chunk in (chunks[-1], chunks[0]))
         last = (row.num_tokens - 2) // often * often
-        step *= max(-(-last // (step * _STATES_PER_SLOT)), 1)
+        step *= max(-(-last // (step * MOST_STATES_OF_PROMPT)), 1)
         return min(last, position - position % step + step) if position < last else None
 
     def keep(self, row: Row, position: int, states: Any) -> None:

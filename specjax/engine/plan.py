@@ -57,6 +57,8 @@ _ACCELERATOR_CHUNKS = (1024, 256)
 GREEDY = WarpFlags(sampled=False, top_k=False, top_p=False, min_p=False)
 _ENGINE_LENGTH = 2048
 """The default for an engine's maximum tokens per row, if the target has that many positions."""
+MOST_STATES_OF_PROMPT = 4
+"""The most states that are kept of a prompt, and per slot unless options give a number in all."""
 _STOP_IDS = 8
 """The minimum number of stop token ids per row for which there is room."""
 
@@ -115,6 +117,13 @@ class DecodePlan:
         """
         loop = self.loop
         return _has_recurrent_layers(loop.target, loop.drafter, self.drafter.params)
+
+    @property
+    def num_kept_states(self) -> int | None:
+        """The most states of recurrent layers that are kept for later rows; None if none are."""
+        if not (self.options.enable_prefix_caching and self.keeps_states):
+            return None
+        return self.options.num_kept_states or MOST_STATES_OF_PROMPT * self.num_rows
 
     @property
     def step_sizes(self) -> StepSizes:

@@ -6,7 +6,7 @@ import functools
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +29,7 @@ from specjax.core.state import (
     State,
     admit,
     cached_states,
+    caches_of,
     clear_caches,
     copy_caches,
     give_back,
@@ -50,8 +51,12 @@ from specjax.distributed.sharding import (
     place_rows,
     use,
 )
+<<<<<<< HEAD
 from specjax.engine.grammars import table_of
 from specjax.engine.plan import DecodePlan
+=======
+from specjax.engine.plan import MOST_STATES_OF_PROMPT, DecodePlan
+>>>>>>> sharded-recurrent
 from specjax.engine.processing import requested_arrays
 from specjax.engine.requests import Request, SamplingParams
 from specjax.files import program_cache
@@ -191,8 +196,9 @@ class Programs(NamedTuple):
       `loop.step`.
 
     `read` and `admit` also return an array that becomes ready when they are done. A state that a
-    function changes is donated. `memory` is the memory that they need, and `timed` are the records
-    of steps that were timed once (`engine.timed_steps`), if any.
+    function changes is donated. `memory` is the memory that they need, `state_bytes` that of the
+    `cached_states` of rows that are read together, and `timed` are the records of steps that were
+    timed once (`engine.timed_steps`), if any.
     """
 
     empty: Any
@@ -201,6 +207,7 @@ class Programs(NamedTuple):
     admit: Any
     step: Any
     memory: MemoryPlan
+    state_bytes: int
     seconds: float
     timed: list[StepRecord]
 
@@ -213,9 +220,14 @@ def compile_plan(plan: DecodePlan, *, begun: bool = False) -> Programs:
     """
     key = _key(plan)
     programs = _compile(*key)
+    memory = needed_memory(plan, programs)
+    if hash(key) not in _made:
+        memory.log_if_large()
     _made.add(hash(key))
-    size = "num_kv_pages" if plan.loop.num_pages else "batch_size, max_length, max_new_tokens"
-    programs.memory.check(
+    size = "batch_size, max_length, max_new_tokens"
+    if plan.loop.num_pages:
+        size = "num_kv_pages" + ", num_kept_states" * (plan.num_kept_states is not None)
+    memory.check(
         f"lower {size} or num_speculative_tokens",
         plan.num_rows,
         plan.loop.capacity,
@@ -223,6 +235,16 @@ def compile_plan(plan: DecodePlan, *, begun: bool = False) -> Programs:
         begun=begun,
     )
     return programs
+
+
+def needed_memory(plan: DecodePlan, programs: Programs) -> MemoryPlan:
+    """Return the memory that a plan's programs and the states that its engine keeps need."""
+    memory = programs.memory
+    if (kept := plan.num_kept_states) is None:
+        return memory
+    # Those of the prompt that is read wait until its pages can be shared.
+    states = {f"{kept} kept states": (kept + MOST_STATES_OF_PROMPT) * programs.state_bytes}
+    return replace(memory, arrays=memory.arrays | states)
 
 
 def is_compiled(plan: DecodePlan) -> bool:
@@ -297,8 +319,9 @@ def _compile(
     seconds = time.perf_counter() - begin
     temporaries = device_memory.temporary_bytes((read, step), mesh)
     memory = _memory(params, state, rows, temporaries)
-    memory.log_if_large()
-    return Programs(empty, new, read, put, step, memory, seconds, [])
+    states = [(cache.length, cache.recurrent) for cache in caches_of(rows)]
+    state_bytes = device_memory.bytes_per_device(states)
+    return Programs(empty, new, read, put, step, memory, state_bytes, seconds, [])
 
 
 def _described(loop_plan: LoopPlan, rows: int) -> str:

@@ -293,7 +293,7 @@ def random_model(
             return (noise * np.float32(location.shape[0] ** -0.5)).T
         if kind == "embedding":
             return noise
-        if kind == "taps":
+        if "taps" in location.path:
             return noise * np.float32(location.shape[-1] ** -0.5)
         # A scale is stored minus the norms' offset, except in recurrent layers.
         with_offset = config.norm.offset and "recurrence" not in location.path

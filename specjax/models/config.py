@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -29,6 +30,10 @@ _SMALLEST_REAL, _LARGEST_REAL = 1e-15, 1e15
 
 UNLIMITED = _LARGEST_REAL
 """A limit that no number reaches; metadata of checkpoints are JSON, which has no infinity."""
+
+
+Mixer = Literal["attention", "recurrent", "absent"]
+"""What mixes the tokens in a layer: nothing does in one that is an MLP alone."""
 
 
 @dataclass(frozen=True)
@@ -66,13 +71,22 @@ class Norm:
     `kind` is `rms` (with a scale) or `layer` (subtracts the mean; with a scale and a bias). Scales
     are stored minus `offset`, which is 1 in Gemma, whose norms multiply by 1 + scale. With `before`
     the inputs of attention and MLP are normed, and with `after` their results, before they are
-    added to the residual stream (Gemma and GLM-4 do both, OLMo 2 only the latter).
+    added to the residual stream (Gemma and GLM-4 do both, OLMo 2 only the latter). With
+    `before_recurrent` recurrent layers norm their inputs alone, whatever the others do (OLMo
+    hybrid).
     """
 
     kind: Literal["rms", "layer"] = "rms"
     offset: Literal[0, 1] = 0
     after: bool = False
     before: bool = True
+    before_recurrent: bool = False
+
+    def places(self, mixer: Mixer) -> tuple[bool, bool]:
+        """Return whether layers with a mixer norm inputs, and whether they norm results."""
+        if self.before_recurrent and mixer == "recurrent":
+            return True, False
+        return self.before, self.after
 
 
 @dataclass(frozen=True)
@@ -193,7 +207,9 @@ class Recurrence:
     tokens. Linear attention has `value_heads` (H) matrices of `key_width` (N) keys and
     `value_width` (P) values; the heads share `key_heads` (G) keys and queries. A convolution alone
     has `value_heads` times `value_width` channels. Mamba-2 limits its steps to `step_limits`, and
-    norms the results of heads that share keys together.
+    norms the results of heads that share keys together. The delta rule's share b of a new value is
+    a sigmoid, or twice that if `doubled` (Grazzi et al. 2411.12537). `norm_epsilon` is that of the
+    norm of results, or None for that of the model.
     """
 
     kind: Literal["delta", "mamba2", "conv"]
@@ -205,21 +221,37 @@ class Recurrence:
     conv_bias: bool = False
     bias: bool = False
     step_limits: tuple[float, float] = (0.0, UNLIMITED)
+    doubled: bool = False
+    norm_epsilon: float | None = None
 
     @property
-    def conv_channels(self) -> int:
-        """The number of inputs of the convolution: those of values, and of queries and keys."""
-        values = self.value_heads * self.value_width
-        return values + 2 * self.key_heads * self.key_width * self.has_matrix
+    def blocks(self) -> int:
+        """The number of parts that devices of a mesh can share: heads with all that is theirs.
+
+        They are value heads or, in the delta rule, key heads with the value heads of each.
+        """
+        return self.key_heads if self.kind == "delta" else self.value_heads
+
+    def shards(self, most: int) -> int:
+        """Return over how many of `most` devices a layer is sharded: all, or 1 if it is whole."""
+        return most if self.blocks % most == 0 else 1
+
+    def groups(self, shards: int) -> int:
+        """Return the number of key heads, each repeated so that all `shards` of a layer have some.
+
+        Of a convolution alone it is the number of groups of channels.
+        """
+        return math.lcm(self.key_heads, shards)
+
+    def channels(self, shards: int) -> int:
+        """Return the number of inputs of the convolution in each group: query, key and values."""
+        values = self.value_heads // self.groups(shards) * self.value_width
+        return values + 2 * self.key_width * self.has_matrix
 
     @property
     def has_matrix(self) -> bool:
         """Whether a layer's state has a matrix per head, besides the inputs of its convolution."""
         return self.kind != "conv"
-
-
-Mixer = Literal["attention", "recurrent", "absent"]
-"""What mixes the tokens in a layer: nothing does in one that is an MLP alone."""
 
 
 class LayerRun(NamedTuple):
@@ -489,6 +521,7 @@ def _check_nested(config: DecoderConfig) -> None:
         "logit_divisor": config.logit_divisor,
         "logit_softcap": config.logit_softcap,
         "embedding.scale": config.embedding.scale,
+        "recurrence.norm_epsilon": config.recurrence and config.recurrence.norm_epsilon,
     }
     window = config.sliding_window
     if window is not None:

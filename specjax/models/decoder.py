@@ -145,10 +145,7 @@ class Decoder:
         if self.config.recurrence is None:
             return None
         layers = len(self.config.layers_with("recurrent"))
-        made = make(self.config.recurrence, layers, batch, *sizes, self.dtype)
-        return jax.tree.map(
-            lambda array: constrain(array, None, "batch", *[None] * (array.ndim - 2)), made
-        )
+        return make(self.config.recurrence, layers, batch, *sizes, self.dtype, self.shards)
 
     def constrain_heads(self, entries: Entries) -> Entries:
         """Return keys or values [L, B, G, S, C], constrained to be sharded by head on a mesh."""

@@ -5,11 +5,12 @@ Queries, keys and values are one kernel [D, (H + 2 G) C], and the MLP's gate and
 each key/value head its H / G query heads, its key and its value; and one of gcd(H, F) sections of
 the gate and of up. A mesh shards outputs between blocks wherever it can shard a decoder
 (`build_parameters.can_split`) and has no more devices than key/value heads, so that each device
-holds whole heads, and the gates that belong to its share of up. The delta rule of recurrent layers
-has a block for each key head, with its query, its key, and the values and gates of the heads that
-share them. Biases are joined likewise, and so
-are the norms of queries and keys: in a single block, or like queries and keys if they have a scale
-for each of a projection's outputs.
+holds whole heads, and the gates that belong to its share of up. In recurrent layers a block belongs
+to a head: in the delta rule to a key head, with its query, its key, and the values and gates of the
+heads that share them; in Mamba-2 to a value head, and in a second kernel to a key head; in a
+convolution alone to some channels. Biases are joined likewise, and so are the norms of queries and
+keys: in a single block, or like queries and keys if they have a scale for each of a projection's
+outputs.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ PARTS = {
     "gate_up": ("gate", "up"),
     "qkvz": ("query", "key", "value", "gate"),
     "rates": ("share", "decay"),
+    "value_gate_decay": ("value", "gate", "decay"),
+    "query_key": ("query", "key"),
+    "before_after_value": ("before", "after", "value"),
 }
 """The parts of each joined module, in the order of a block's sections."""
 
@@ -109,10 +113,16 @@ def _widths(module: str, outputs: int, config: DecoderConfig) -> list[int]:
     if module == "qk_norm":
         over_heads = config.attention.qk_norm_over == "projection"
         return [config.num_heads // config.num_kv_heads * width if over_heads else width, width]
-    if (recurrence := config.recurrence) is not None and module in ("qkvz", "rates"):
+    if (recurrence := config.recurrence) is not None and module != "gate_up":
         heads, keys = recurrence.value_heads // recurrence.key_heads, recurrence.key_width
-        values = heads * recurrence.value_width
-        return [keys, keys, values, values] if module == "qkvz" else [heads, heads]
+        value = recurrence.value_width
+        return {
+            "qkvz": [keys, keys, heads * value, heads * value],
+            "rates": [heads, heads],
+            "value_gate_decay": [value, value, 1],
+            "query_key": [keys, keys],
+            "before_after_value": [value, value, value],
+        }[module]
     return [gate_up_block(config.num_heads, outputs // 2)] * 2
 
 

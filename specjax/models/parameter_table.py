@@ -56,10 +56,11 @@ def _layer(config: DecoderConfig, run: LayerRun) -> dict[str, Any]:
     elif run.mixer == "recurrent":
         layer["recurrence"] = _recurrence(config)
     parts = ["attention"] * (run.mixer != "absent") + ["mlp"] * run.mlp
+    before, after = config.norm.places(run.mixer)
     for part in parts:
-        if config.norm.before:
+        if before:
             layer[f"{part}_norm"] = norm_table(config)
-        if config.norm.after:
+        if after:
             layer[f"after_{part}_norm"] = norm_table(config)
     return layer
 
@@ -91,44 +92,51 @@ def attention_table(config: DecoderConfig, inputs: int) -> dict[str, Any]:
 def _recurrence(config: DecoderConfig) -> dict[str, Any]:
     """Return the parameters of the recurrent part of a layer.
 
-    Kernels have the outputs of all heads of a part side by side but for the delta rule, where each
-    key head has its query, key, values and gates (`joined_kernels`).
+    A mesh shards them by head (`Recurrence.blocks`); queries and keys of Mamba-2, which fewer heads
+    may share, only if they divide too.
     """
     recurrence, width = config.recurrence, config.hidden_size
     assert recurrence is not None
-    channels, heads = recurrence.conv_channels, recurrence.value_heads
-    inner, bias = heads * recurrence.value_width, recurrence.bias
-    taps = Parameter((channels, 1, recurrence.conv_width), (None, None, None))
-    table: dict[str, Any] = {"taps": taps}
-    if recurrence.conv_bias:
-        table["taps_bias"] = Parameter((channels,), (None,), "zeros")
+    heads, key_heads = recurrence.value_heads, recurrence.key_heads
+    inner, keys = heads * recurrence.value_width, key_heads * recurrence.key_width
 
-    def replicated(inputs: int, outputs: int) -> dict[str, Parameter]:
-        return linear(inputs, outputs, axes=(None, None), bias=bias)
+    def vector(size: int, kind: str = "zeros", **options: Any) -> Parameter:
+        return Parameter((size,), ("heads",), kind, blocks=recurrence.blocks, **options)
 
+    def into(outputs: int, axis: str = "heads", blocks: int = recurrence.blocks) -> dict[str, Any]:
+        return linear(width, outputs, axes=("embed", axis), bias=recurrence.bias, blocks=blocks)
+
+    sizes = {"value": (inner, "heads", recurrence.blocks)}
+    if recurrence.has_matrix:
+        sizes |= dict.fromkeys(("query", "key"), (keys, "kv_heads", key_heads))
+    table: dict[str, Any] = {"taps": {}, "taps_bias": {}}
+    for part, (size, axis, blocks) in sizes.items():
+        shape = size, 1, recurrence.conv_width
+        table["taps"][part] = Parameter(shape, (axis, None, None), blocks=blocks)
+        if recurrence.conv_bias:
+            table["taps_bias"][part] = Parameter((size,), (axis,), "zeros", blocks=blocks)
+    if not recurrence.conv_bias:
+        del table["taps_bias"]
+    table["output"] = linear(
+        *(inner, width), axes=("heads", "embed"), bias=recurrence.bias, blocks=recurrence.blocks
+    )
     if recurrence.kind == "conv":
-        return {
-            **table,
-            "input": replicated(width, 3 * channels),
-            "output": replicated(channels, width),
-        }
-    rates = {
-        "log_rate": Parameter((heads,), (None,), "zeros", always="float32"),
-        "rate_bias": Parameter((heads,), (None,), "ones", always="float32"),
-    }
-    table |= rates | {"output": replicated(inner, width)}
+        return {**table, "before_after_value": into(3 * inner)}
+    table["log_rate"] = vector(heads, always="float32")
+    table["rate_bias"] = vector(heads, "ones", always="float32")
     if recurrence.kind == "delta":
         return {
             **table,
-            "qkvz": replicated(width, channels + inner),
-            "rates": replicated(width, 2 * heads),
+            "qkvz": into(2 * keys + 2 * inner),
+            "rates": into(2 * heads),
             "norm": {"scale": Parameter((recurrence.value_width,), (None,), "ones")},
         }
     return {
         **table,
-        "input": replicated(width, inner + channels + heads),
-        "skip": Parameter((heads,), (None,), "ones", always="float32"),
-        "norm": {"scale": Parameter((inner,), (None,), "ones")},
+        "value_gate_decay": into(2 * inner + heads),
+        "query_key": into(2 * keys, "kv_heads", key_heads),
+        "skip": vector(heads, "ones", always="float32"),
+        "norm": {"scale": vector(inner, "ones")},
     }
 
 
@@ -174,14 +182,17 @@ def norm_table(
     return entry
 
 
-def linear(*shape: int, axes: tuple[str | None, ...], bias: bool = False) -> dict[str, Parameter]:
+def linear(
+    *shape: int, axes: tuple[str | None, ...], bias: bool = False, blocks: int | None = None
+) -> dict[str, Parameter]:
     """Return the parameters of a linear layer by name: a kernel and, if `bias`, a bias.
 
-    `shape` is that of the kernel, [..., in, out], and `axes` are the logical names of its axes.
+    `shape` is that of the kernel, [..., in, out], and `axes` are the logical names of its axes. An
+    axis that is sharded consists of so many `blocks`, if that is not None.
     """
-    table = {"kernel": Parameter(shape, axes)}
+    table = {"kernel": Parameter(shape, axes, blocks=blocks)}
     if bias:
-        table["bias"] = Parameter(shape[-1:], axes[-1:], "zeros")
+        table["bias"] = Parameter(shape[-1:], axes[-1:], "zeros", blocks=blocks)
     return table
 
 

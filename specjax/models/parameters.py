@@ -20,13 +20,15 @@ from specjax.models.layers.quantized import QuantizedKernel
 class Parameter:
     """One parameter: its shape, the logical name of each axis, and the kind of its initial values.
 
-    `always` is a dtype that overrides the model's.
+    `always` is a dtype that overrides the model's. A mesh shards an axis only between `blocks`
+    equal blocks, such as heads, if that is not None.
     """
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     kind: str = "normal"
     always: str | None = None
+    blocks: int | None = None
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.axes), (self.shape, self.axes)

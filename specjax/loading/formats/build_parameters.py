@@ -106,7 +106,7 @@ def table_shardings(table: dict[str, Any], mesh: Mesh, shards: int) -> dict[str,
     def sharded(entry: Any) -> NamedSharding:
         if shards == 1:
             return NamedSharding(mesh, PartitionSpec())
-        return NamedSharding(mesh, sharding.partition(entry.axes, entry.shape, mesh))
+        return NamedSharding(mesh, sharding.partition(entry.axes, entry.shape, mesh, entry.blocks))
 
     return jax.tree.map(sharded, table)
 

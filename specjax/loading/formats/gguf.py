@@ -241,7 +241,7 @@ def _read_flat(file: GgufFile, tensor: Tensor, location: parameter_names.Locatio
             f"{file.path}: the tensor {location.name} must have negative numbers alone; "
             "convert the model again"
         )
-    values = tensor_layout.from_stored(values, location)
+    values = tensor_layout.from_stored(values[tensor_layout.own_rows(location)], location)
     return tensor_layout.read_in_order(location, slice(None), values.__getitem__)
 
 

@@ -69,8 +69,8 @@ class Location(NamedTuple):
     outside of layers; `index` is its index among the layers that are stacked with it. `head_dim` is
     the width of a head, and `rotary_width` the number of its rotated dimensions. `before` and
     `after` count the rows of other parts in the file's tensor, and `merged` the experts on its
-    first axis. With `apart` (key heads, value heads of each, unordered), the value heads are in the
-    order of `TensorEntry.heads_apart`; the first `unordered` rows are not of value heads.
+    first axis. With `apart` (key heads, value heads of each), the value heads are in the order of
+    `TensorEntry.heads_apart`.
     """
 
     name: str
@@ -86,7 +86,7 @@ class Location(NamedTuple):
     before: int = 0
     after: int = 0
     merged: int = 0
-    apart: tuple[int, int, int] | None = None
+    apart: tuple[int, int] | None = None
 
     def within(self, scan_layers: bool) -> tuple[Path, tuple[int, ...]]:
         """Return the path of the leaf, and the index (layer, expert or neither) on its first axes.
@@ -180,9 +180,8 @@ def of_entry(entry: TensorEntry, part: Part, config: DecoderConfig) -> Iterator[
     recurrence = config.recurrence
     if entry.heads_apart and recurrence is not None:
         shared = recurrence.value_heads // recurrence.key_heads
-        keys = 2 * recurrence.key_heads * recurrence.key_width if entry.path[-1] == "taps" else 0
         if shared > 1:
-            whole = whole._replace(apart=(recurrence.key_heads, shared, keys))
+            whole = whole._replace(apart=(recurrence.key_heads, shared))
     if not (entry.merged or "{expert}" in entry.name):
         yield _among_fused(whole, config)
         return
@@ -203,10 +202,11 @@ def _among_fused(location: Location, config: DecoderConfig) -> Location:
     heads = {"query": config.num_heads, "key": config.num_kv_heads, "value": config.num_kv_heads}
     if (recurrence := config.recurrence) is not None and "recurrence" in location.path:
         keys = recurrence.key_heads * recurrence.key_width
-        heads = {"query": keys, "key": keys}
-        heads["value"] = recurrence.value_heads * recurrence.value_width
+        values = recurrence.value_heads * recurrence.value_width
+        heads = {"query": keys, "key": keys, "decay": recurrence.value_heads}
+        heads |= dict.fromkeys(("value", "gate", "before", "after"), values)
     sizes = [heads.get(name, 1) for name in fused]
-    index = fused.index(location.entry.path[-2])
+    index = next(fused.index(name) for name in reversed(location.entry.path) if name in fused)
     unit = location.rows[0] // sizes[index]
     before, after = (unit * sum(part) for part in (sizes[:index], sizes[index + 1 :]))
     return location._replace(before=before, after=after)

@@ -56,11 +56,10 @@ def order_in_file(location: Location) -> Int[np.ndarray, " N"] | None:
     """
     if location.apart is None:
         return None
-    keys, shared, first = location.apart
-    count = location.rows[_is_output(location)] - first
+    keys, shared = location.apart
     heads = (np.arange(keys)[:, None] + keys * np.arange(shared)).reshape(-1, 1)
-    width = count // len(heads)
-    return np.append(np.arange(first), first + heads * width + np.arange(width))
+    width = location.rows[_is_output(location)] // len(heads)
+    return (heads * width + np.arange(width)).reshape(-1)
 
 
 def _is_output(location: Location) -> bool:

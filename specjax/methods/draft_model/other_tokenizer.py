@@ -6,7 +6,6 @@ alone: its distribution is renormalised over them, and is then q, so that every 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 

@@ -84,11 +84,11 @@ class DecoderLayer:
     def normed_input(
         self, x: Float[Array, "B T D"], weights: dict[str, Any], name: str
     ) -> Float[Array, "B T D"]:
-        """Return the input of attention or MLP: `x`, normed by `name` if the config says so.
+        """Return the input of attention or MLP: `x`, normed by `name` if the layer has that norm.
 
         `weights` are the layer's.
         """
-        return self.norm(x, weights[name]) if self.config.norm.before else x
+        return self.norm(x, weights[name]) if name in weights else x
 
     def rms_norm(self, x: jax.Array, scale: Float[Array, "D"]) -> jax.Array:
         """Return the RMS norm of `x` over the last axis, with the config's epsilon and offset."""
@@ -259,8 +259,8 @@ class DecoderLayer:
         weights: dict[str, Any],
         name: str,
     ) -> Float[Array, "B T D"]:
-        """Return `x` plus `out`, which is normed by `name` and scaled as the config says."""
-        if self.config.norm.after:
+        """Return `x` plus `out`, normed by `name` if the layer has it, and scaled as configured."""
+        if name in weights:
             out = self.norm(out, weights[name])
         if self.config.residual_scale != 1.0:
             out = (out.astype(jnp.float32) * self.config.residual_scale).astype(out.dtype)

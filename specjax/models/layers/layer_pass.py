@@ -116,8 +116,8 @@ class LayerPass:
         recurrent = RecurrentLayer(layer)
         batch, tokens = carry.x.shape[:2]
         number = among(layer.config.layers_with("recurrent"), index)
-        sizes = recurrent.recurrence, 1, batch
-        state, own = empty_state(*sizes, layer.dtype), empty_window(*sizes, tokens, layer.dtype)
+        sizes, stored = (recurrent.recurrence, 1, batch), (layer.dtype, layer.shards)
+        state, own = empty_state(*sizes, *stored), empty_window(*sizes, tokens, *stored)
         if self.cache is not None:
             state = stack_of_one(self.cache.recurrent, number)
         if window is not None:

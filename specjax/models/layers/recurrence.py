@@ -15,11 +15,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax.core.recurrent_state import RecurrentState, RecurrentWindow
+from specjax.distributed.sharding import constrain
 from specjax.models.config import DecoderConfig, Recurrence
 from specjax.models.layers.decoder_layer import DecoderLayer
 from specjax.models.layers.norm import rms_norm
@@ -69,38 +71,57 @@ class RecurrentPass(NamedTuple):
     ancestors: Ancestors
 
 
+ByHead = tuple[Float[Array, "B T H P"], RecurrentWindow]
+"""The results of the heads for each token, before the output projection, and the same window."""
 Mixed = tuple[Float[Array, "B T D"], RecurrentWindow]
 """The result of a layer for each token, and the window with what the tokens add to its state."""
 
 
-def empty_state(recurrence: Recurrence, layers: int, batch: int, dtype: Any) -> RecurrentState:
-    """Return the state of `layers` recurrent layers before the first token of each row."""
-    inputs = (layers, batch, recurrence.conv_width - 1, recurrence.conv_channels)
-    matrix = None
-    if recurrence.has_matrix:
-        sizes = recurrence.value_heads, recurrence.key_width, recurrence.value_width
-        matrix = jnp.zeros((layers, batch, *sizes), jnp.float32)
-    return RecurrentState(jnp.zeros(inputs, dtype), matrix)
+def empty_state(
+    recurrence: Recurrence, layers: int, batch: int, dtype: Any, shards: int
+) -> RecurrentState:
+    """Return the state of `layers` recurrent layers before the first token of each row.
+
+    Of a mesh with `shards` devices for the weights, each has the state of its own heads.
+    """
+    shards = recurrence.shards(shards)
+    inputs = recurrence.groups(shards), recurrence.channels(shards)
+    rows, taps = (layers, batch), recurrence.conv_width - 1
+    empty = _sharded(jnp.zeros((*rows, taps, *inputs), dtype), 3, shards)
+    if not recurrence.has_matrix:
+        return RecurrentState(empty, None)
+    sizes = recurrence.value_heads, recurrence.key_width, recurrence.value_width
+    return RecurrentState(empty, _sharded(jnp.zeros((*rows, *sizes), jnp.float32), 2, shards))
 
 
 def empty_window(
-    recurrence: Recurrence, layers: int, batch: int, slots: int, dtype: Any
+    recurrence: Recurrence, layers: int, batch: int, slots: int, dtype: Any, shards: int
 ) -> RecurrentWindow:
-    """Return a window of W = `slots` slots for `layers` recurrent layers, all zero."""
+    """Return a window of W = `slots` slots for `layers` recurrent layers, all zero.
+
+    It is sharded like `empty_state`.
+    """
+    shards = recurrence.shards(shards)
+    groups, heads = recurrence.groups(shards), recurrence.value_heads
 
     def zeros(*sizes: int, dtype: Any = jnp.float32) -> jax.Array:
-        return jnp.zeros((layers, batch, slots, *sizes), dtype)
+        return _sharded(jnp.zeros((layers, batch, slots, *sizes), dtype), 3, shards)
 
-    inputs = zeros(recurrence.conv_channels, dtype=dtype)
+    inputs = zeros(groups, recurrence.channels(shards), dtype=dtype)
     if not recurrence.has_matrix:
         return RecurrentWindow(inputs, None, None, None)
-    heads = recurrence.value_heads
     return RecurrentWindow(
         inputs,
-        zeros(recurrence.key_heads, recurrence.key_width),
+        zeros(groups, recurrence.key_width),
         zeros(heads, recurrence.value_width),
         zeros(heads),
     )
+
+
+def _sharded(array: Float[Array, "M B ..."], axis: int, shards: int) -> Float[Array, "M B ..."]:
+    """Return an array of M layers, constrained to be sharded by rows and, on `axis`, by heads."""
+    of_heads = ["heads" if number == axis and shards > 1 else None for number in range(array.ndim)]
+    return constrain(array, None, "batch", *of_heads[2:])
 
 
 @dataclass(frozen=True)
@@ -121,88 +142,97 @@ class RecurrentLayer:
         assert recurrence is not None
         return recurrence
 
+    @property
+    def epsilon(self) -> float:
+        """The epsilon of the norm of results."""
+        own = self.recurrence.norm_epsilon
+        return self.config.rms_norm_eps if own is None else own
+
+    @property
+    def shards(self) -> int:
+        """The number of devices over which the layer is sharded, 1 if each has all of it."""
+        return self.recurrence.shards(self.layer.shards)
+
     def __call__(
         self, h: Float[Array, "B T D"], weights: dict[str, Any], tokens: RecurrentPass
     ) -> Mixed:
         """Return the result for inputs `h`; `weights` are the parameters of the recurrence."""
         run = {"delta": self._delta, "mamba2": self._mamba2, "conv": self._convolution}
-        return run[self.recurrence.kind](h, weights, tokens)
+        y, window = run[self.recurrence.kind](h, weights, tokens)
+        y = y.astype(h.dtype).reshape(*h.shape[:2], -1)
+        return self.layer.project("btn,nd->btd", y, weights["output"]), window
 
     def _convolution(
         self, h: Float[Array, "B T D"], weights: dict[str, Any], tokens: RecurrentPass
-    ) -> Mixed:
+    ) -> ByHead:
         """Return a gated convolution (LFM2): one gate before it, and one after."""
-        before, after, x = jnp.split(self.layer.project("btd,dn->btn", h, weights["input"]), 3, 2)
-        x, tokens = self._convolved(before * x, weights, tokens)
-        return self.layer.project("btn,nd->btd", after * x, weights["output"]), tokens.window
+        heads, width = self.recurrence.value_heads, self.recurrence.value_width
+        blocks = self._projected(h, weights["before_after_value"], heads)
+        before, after, x = jnp.split(blocks, 3, axis=3)
+        parts, tokens = self._convolved({"value": before * x}, weights, tokens)
+        return after * parts["value"].reshape(*h.shape[:2], heads, width), tokens.window
 
     def _delta(
         self, h: Float[Array, "B T D"], weights: dict[str, Any], tokens: RecurrentPass
-    ) -> Mixed:
+    ) -> ByHead:
         """Return the gated delta rule, as Qwen3-Next has it: results are normed, then gated."""
         recurrence, shape = self.recurrence, h.shape[:2]
         groups, width = recurrence.key_heads, recurrence.key_width
         heads, value_width = recurrence.value_heads, recurrence.value_width
         shared = heads // groups
-        blocks = self.layer.project("btd,dn->btn", h, weights["qkvz"])
-        blocks = lax.optimization_barrier(blocks).reshape(*shape, groups, -1)
+        blocks = self._projected(h, weights["qkvz"], groups)
         ends = [width, 2 * width, 2 * width + shared * value_width]
         query, key, value, gate = jnp.split(blocks, ends, axis=3)
-        channels = [part.reshape(*shape, -1) for part in (query, key, value)]
-        x = jnp.concatenate(channels, axis=2)
-        x, tokens = self._convolved(x, weights, tokens)
-        x = nn.silu(x).astype(jnp.float32)
-        query, key, value = jnp.split(x, [groups * width, 2 * groups * width], axis=2)
-        query, key = (_unit(part.reshape(*shape, groups, width)) for part in (query, key))
-        rates = self.layer.project("btd,dn->btn", h, weights["rates"], jnp.float32)
-        rates = rates.reshape(*shape, groups, 2, shared)
-        share = nn.sigmoid(rates[:, :, :, 0]).reshape(*shape, heads)
-        decays = self._log_decays(rates[:, :, :, 1].reshape(*shape, heads), weights)[0]
+        parts = {"query": query, "key": key, "value": value}
+        parts, tokens = self._convolved(parts, weights, tokens)
+        query, key, value = (nn.silu(part).astype(jnp.float32) for part in parts.values())
+        rates = self._projected(h, weights["rates"], groups, jnp.float32)
+        share = nn.sigmoid(rates[..., :shared]).reshape(*shape, heads) * (1 + recurrence.doubled)
+        decays = self._log_decays(rates[..., shared:].reshape(*shape, heads), weights)[0]
         y, window = linear_attention(
-            query * width**-0.5,
-            key,
+            _unit(query) * width**-0.5,
+            _unit(key),
             value.reshape(*shape, heads, value_width),
             decays,
             share,
             tokens,
         )
-        y = rms_norm(y, weights["norm"]["scale"].astype(jnp.float32), self.config.rms_norm_eps)
+        y = rms_norm(y, weights["norm"]["scale"].astype(jnp.float32), self.epsilon)
         gate = gate.reshape(*shape, heads, value_width).astype(jnp.float32)
-        y = (y * nn.silu(gate)).astype(h.dtype).reshape(*shape, -1)
-        return self.layer.project("btn,nd->btd", y, weights["output"]), window
+        return y * nn.silu(gate), window
 
     def _mamba2(
         self, h: Float[Array, "B T D"], weights: dict[str, Any], tokens: RecurrentPass
-    ) -> Mixed:
+    ) -> ByHead:
         """Return Mamba-2: results are gated, then normed by groups of heads that share keys."""
         recurrence, shape = self.recurrence, h.shape[:2]
-        groups, width = recurrence.key_heads, recurrence.key_width
-        heads, value_width = recurrence.value_heads, recurrence.value_width
-        inner = heads * value_width
-        joined = self.layer.project("btd,dn->btn", h, weights["input"])
-        ends = [inner, inner + recurrence.conv_channels]
-        gate, x, rates = jnp.split(lax.optimization_barrier(joined), ends, axis=2)
-        x, tokens = self._convolved(x, weights, tokens)
-        x = nn.silu(x).astype(jnp.float32)
-        value, key, query = jnp.split(x, [inner, inner + groups * width], axis=2)
-        value = value.reshape(*shape, heads, value_width)
-        decays, steps = self._log_decays(rates.astype(jnp.float32), weights)
-        y, window = linear_attention(
-            query.reshape(*shape, groups, width),
-            key.reshape(*shape, groups, width),
-            value * steps[..., None],
-            decays,
-            None,
-            tokens,
-        )
+        heads, width = recurrence.value_heads, recurrence.value_width
+        blocks = self._projected(h, weights["value_gate_decay"], heads)
+        value, gate, rates = jnp.split(blocks, [width, 2 * width], axis=3)
+        blocks = self._projected(h, weights["query_key"], recurrence.key_heads)
+        query, key = jnp.split(blocks, 2, axis=3)
+        parts = {"query": query, "key": key, "value": value}
+        parts, tokens = self._convolved(parts, weights, tokens)
+        query, key, value = (nn.silu(part).astype(jnp.float32) for part in parts.values())
+        value = value.reshape(*shape, heads, width)
+        decays, steps = self._log_decays(rates[..., 0].astype(jnp.float32), weights)
+        y, window = linear_attention(query, key, value * steps[..., None], decays, None, tokens)
         y = y + value * weights["skip"].astype(jnp.float32)[None, None, :, None]
-        y = y.reshape(*shape, inner) * nn.silu(gate.astype(jnp.float32))
-        scale = weights["norm"]["scale"].astype(jnp.float32).reshape(groups, -1)
-        y = y.reshape(*shape, groups, -1)
-        mean = jnp.mean(y * y, axis=-1, keepdims=True)
-        y = y * lax.rsqrt(mean + self.config.rms_norm_eps) * scale[None, None]
-        y = y.reshape(*shape, inner).astype(h.dtype)
-        return self.layer.project("btn,nd->btd", y, weights["output"]), window
+        y = y * nn.silu(gate.astype(jnp.float32))
+        # By head first: where devices share a norm, they exchange one number of each group.
+        squares = jnp.sum(y * y, axis=3).reshape(*shape, recurrence.key_heads, -1)
+        mean = jnp.sum(squares, axis=3) * (recurrence.key_heads / (heads * width))
+        norm = lax.rsqrt(mean + self.epsilon)
+        scale = weights["norm"]["scale"].astype(jnp.float32).reshape(heads, width)
+        norm = jnp.repeat(norm, heads // recurrence.key_heads, axis=2)
+        return y * norm[..., None] * scale[None, None], window
+
+    def _projected(
+        self, h: Float[Array, "B T D"], weights: dict[str, Any], blocks: int, out: Any = None
+    ) -> Float[Array, "B T N C"]:
+        """Return the product with a joined kernel by its N = `blocks`, in the dtype `out`."""
+        y = self.layer.project("btd,dn->btn", h, weights, out)
+        return lax.optimization_barrier(y).reshape(*h.shape[:2], blocks, -1)
 
     def _log_decays(
         self, rates: Float[Array, "B T H"], weights: dict[str, Any]
@@ -216,21 +246,47 @@ class RecurrentLayer:
         return -jnp.exp(log_rate) * steps, steps
 
     def _convolved(
-        self, x: Float[Array, "B T X"], weights: dict[str, Any], tokens: RecurrentPass
-    ) -> tuple[Float[Array, "B T X"], RecurrentPass]:
-        """Return `x` after the convolution along each token's ancestors, and the pass with `x`."""
+        self,
+        parts: dict[str, Float[Array, "B T _ _"]],
+        weights: dict[str, Any],
+        tokens: RecurrentPass,
+    ) -> tuple[dict[str, Float[Array, "B T G _"]], RecurrentPass]:
+        """Return `parts` after the convolution along each token's ancestors, and the pass with it.
+
+        The parts, by name, have queries, keys and values by head; the results have them by group.
+        """
+        x = self._by_group(
+            {name: part.reshape(*part.shape[:2], -1) for name, part in parts.items()}
+        )
         window = tokens.window
         window = window.replace(inputs=_write(window.inputs, x, tokens.start))
         entries = jnp.concatenate([tokens.state.inputs[0], window.inputs[0]], axis=1)
-        taps = weights["taps"][:, 0].astype(x.dtype)
-        index = jnp.broadcast_to(tokens.ancestors.taps, (*x.shape[:2], taps.shape[1]))
+        taps = {name: weights["taps"][name][:, 0].T[None] for name in parts}
+        taps = self._by_group(taps)[0].astype(x.dtype)
+        index = jnp.broadcast_to(tokens.ancestors.taps, (*x.shape[:2], len(taps)))
         y = sum(
-            jnp.take_along_axis(entries, index[:, :, tap, None], axis=1) * taps[None, None, :, tap]
-            for tap in range(taps.shape[1])
+            jnp.take_along_axis(entries, index[:, :, tap, None, None], axis=1)
+            * taps[None, None, tap]
+            for tap in range(len(taps))
         )
         if "taps_bias" in weights:
-            y = y + weights["taps_bias"].astype(y.dtype)[None, None]
-        return y, tokens._replace(window=window)
+            bias = {name: weights["taps_bias"][name][None, None] for name in parts}
+            y = y + self._by_group(bias).astype(y.dtype)
+        ends = np.cumsum([self.recurrence.key_width] * (len(parts) - 1))
+        split = dict(zip(parts, jnp.split(y, ends, axis=3), strict=True))
+        return split, tokens._replace(window=window)
+
+    def _by_group(self, parts: dict[str, Float[Array, "*N T _"]]) -> Float[Array, "*N T G X"]:
+        """Return the channels of each group side by side, given those of all queries, keys, values.
+
+        Where key heads are repeated for the devices of a mesh, so are their channels.
+        """
+        groups, joined = self.recurrence.groups(self.shards), []
+        for name, part in parts.items():
+            heads = groups if name == "value" else self.recurrence.key_heads
+            by_head = part.reshape(*part.shape[:-1], heads, -1)
+            joined.append(_repeated(by_head, groups // heads))
+        return jnp.concatenate(joined, axis=-1)
 
 
 _RATES = ("rate_bias", "log_rate")
@@ -238,6 +294,10 @@ _RATES = ("rate_bias", "log_rate")
 
 def _unit(x: Float[Array, "*N C"]) -> Float[Array, "*N C"]:
     return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + _NORM_EPSILON)
+
+
+def _repeated(heads: Float[Array, "*N G C"], copies: int) -> Float[Array, "*N R C"]:
+    return heads if copies == 1 else jnp.repeat(heads, copies, axis=-2)
 
 
 def _write(into: jax.Array, new: jax.Array, start: Int[Array, ""] | int) -> jax.Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from specjax.loading.formats.families import recurrent, schema
@@ -54,6 +55,11 @@ def _default_layers(fields: Fields, num_layers: int) -> list[bool]:
     return [layer not in attention for layer in schema.layers(num_layers)]
 
 
+def _parts_of_channels(known: Values) -> int:
+    """Return into how many parts channels are divided, so that a mesh splits them as heads."""
+    return math.gcd(known["num_heads"], known["hidden_size"])
+
+
 def _check_sizes(fields: Fields, known: Values) -> Values:
     """Raise InputError for widths that differ from the model's, and for another rotary base."""
     for name in ("block_dim", "conv_dim", "conv_dim_out"):
@@ -80,6 +86,8 @@ def _has_bias(fields: GgufFields) -> bool:
     return any(name.endswith(".shortconv.conv.bias") for name in fields.file.tensors)
 
 
+_GATED = ("recurrence.before", "recurrence.after", "recurrence.value")
+"""The modules of the projection into a convolution, which is one tensor, in order."""
 _EPSILON = "attention.layer_norm_rms_epsilon"
 
 LFM2 = Family(
@@ -100,7 +108,11 @@ LFM2 = Family(
         schema.fixed({"attention.qk_norm": True, "recurrence.kind": "conv"}),
         recurrent.layer_types("conv", _default_layers, read_gguf=recurrent.by_kv_heads),
         schema.integer("recurrence.conv_width", "conv_L_cache", "shortconv.l_cache", 3),
-        schema.computed("recurrence.value_width", lambda known: known["hidden_size"]),
+        schema.computed("recurrence.value_heads", _parts_of_channels),
+        schema.computed(
+            "recurrence.value_width",
+            lambda known: known["hidden_size"] // known["recurrence.value_heads"],
+        ),
         schema.flag("recurrence.conv_bias", "conv_bias", _has_bias),
         schema.computed("recurrence.bias", lambda known: known["recurrence.conv_bias"]),
         Part(_check_sizes),
@@ -120,11 +132,12 @@ LFM2 = Family(
             "attention.query_norm": "self_attn.q_layernorm",
             "attention.key_norm": "self_attn.k_layernorm",
             "attention.output": "self_attn.out_proj",
-            "recurrence.input": "conv.in_proj",
-            "recurrence.taps": "conv.conv.weight",
-            "recurrence.taps_bias": "conv.conv.bias",
+            **dict.fromkeys(_GATED, "conv.in_proj"),
+            "recurrence.taps.value": "conv.conv.weight",
+            "recurrence.taps_bias.value": "conv.conv.bias",
             "recurrence.output": "conv.out_proj",
         },
+        fused=(_GATED,),
     ),
     gguf=GgufLayout(
         "lfm2",
@@ -132,11 +145,12 @@ LFM2 = Family(
             "gguf",
             {
                 "final_norm": "token_embd_norm",
-                "recurrence.input": "shortconv.in_proj",
-                "recurrence.taps": "shortconv.conv.weight",
-                "recurrence.taps_bias": "shortconv.conv.bias",
+                **dict.fromkeys(_GATED, "shortconv.in_proj"),
+                "recurrence.taps.value": "shortconv.conv.weight",
+                "recurrence.taps_bias.value": "shortconv.conv.bias",
                 "recurrence.output": "shortconv.out_proj",
             },
+            fused=(_GATED,),
         ),
     ),
 )

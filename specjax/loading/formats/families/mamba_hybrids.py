@@ -117,10 +117,14 @@ GRANITE_HYBRID = Family(
             **{f"{mlp}.down": f"{name}.output_linear" for mlp, name in _MLPS.items()},
             "mlp.router": "block_sparse_moe.router.layer",
         },
-        fused=tuple((f"{mlp}.gate", f"{mlp}.up") for mlp in _MLPS),
+        fused=(*((f"{mlp}.gate", f"{mlp}.up") for mlp in _MLPS), *recurrent.MAMBA_FUSED),
     ),
     # Files of Bamba have True, and rotate.
-    gguf=GgufLayout("granitehybrid", table("gguf"), fixed={"rope.scaling.finetuned": False}),
+    gguf=GgufLayout(
+        "granitehybrid",
+        table("gguf", recurrent.MAMBA_GGUF, fused=recurrent.MAMBA_FUSED),
+        fixed={"rope.scaling.finetuned": False},
+    ),
 )
 
 
@@ -165,6 +169,7 @@ BAMBA = Family(
             "mlp.up": "feed_forward.up_proj",
             "mlp.down": "feed_forward.down_proj",
         },
+        fused=recurrent.MAMBA_FUSED,
     ),
 )
 
@@ -275,7 +280,9 @@ NEMOTRON_H = Family(
         schema.integer("recurrence.conv_width", "conv_kernel", "ssm.conv_kernel", 4),
         schema.integer("recurrence.key_heads", "n_groups", "ssm.group_count", 8),
         schema.integer("recurrence.value_heads", "mamba_num_heads", "ssm.time_step_rank", 128),
-        schema.integer("recurrence.value_width", "mamba_head_dim", recurrent.value_width, 64),
+        schema.integer(
+            "recurrence.value_width", "mamba_head_dim", recurrent.value_width_of_gguf, 64
+        ),
         schema.integer("recurrence.key_width", "ssm_state_size", "ssm.state_size", 128),
         schema.flag("recurrence.conv_bias", "use_conv_bias", recurrent.has_conv_bias, True),
         schema.flag("recurrence.bias", "mamba_proj_bias", default=False),
@@ -301,6 +308,14 @@ NEMOTRON_H = Family(
             "mlp.up": "mixer.up_proj",
             "mlp.down": "mixer.down_proj",
         },
+        fused=recurrent.MAMBA_FUSED,
     ),
-    gguf=GgufLayout("nemotron_h", table("gguf", {"mlp_norm": "attn_norm"})),
+    gguf=GgufLayout(
+        "nemotron_h",
+        table(
+            "gguf",
+            {"mlp_norm": "attn_norm", **recurrent.MAMBA_GGUF},
+            fused=recurrent.MAMBA_FUSED,
+        ),
+    ),
 )

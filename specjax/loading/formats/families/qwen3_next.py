@@ -18,7 +18,10 @@ from specjax.loading.formats.family import Family, GgufLayout, MtpLayout
 from specjax.loading.formats.gguf_fields import MTP_MODULES, GgufFields
 from specjax.loading.formats.parameter_names import TensorEntry
 
-_FUSED = (("recurrence.query", "recurrence.key", "recurrence.value"),)
+_FUSED = (
+    ("recurrence.query", "recurrence.key", "recurrence.value"),
+    *recurrent.DELTA_FUSED,
+)
 _SIZES = schema.sizes(head_dim=256, max_positions=32768)
 _LAYERS = (
     schema.rope(partial=0.25),
@@ -82,9 +85,7 @@ def _apart(entries: tuple[TensorEntry, ...]) -> tuple[TensorEntry, ...]:
     )
 
 
-_OF_VALUES = frozenset(
-    ("value", "gate", "share", "decay", "log_rate", "rate_bias", "taps", "output")
-)
+_OF_VALUES = frozenset(("value", "gate", "share", "decay", "log_rate", "rate_bias", "output"))
 
 
 def _read_order(fields: GgufFields, known: Values) -> Values:
@@ -118,7 +119,7 @@ QWEN3_NEXT = Family(
         *_experts(512, 10),
         schema.flag("experts.normalize", "norm_topk_prob", default=True),
     ),
-    tensors=table("huggingface", _OF_SHARED | _OF_KEY_HEADS),
+    tensors=table("huggingface", _OF_SHARED | _OF_KEY_HEADS, fused=recurrent.DELTA_FUSED),
     gguf=GgufLayout("qwen3next", _gguf({"recurrence.rates": "ssm_ba"} | _NO_RATES), experts=True),
     mtp=replace(_MTP, unannounced=True),
 )

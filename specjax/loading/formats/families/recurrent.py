@@ -12,17 +12,35 @@ from specjax.loading.tokenizers.huggingface_tokenizer import INFINITY
 from specjax.loading.typed_fields import Fields
 from specjax.models.config import UNLIMITED, DecoderConfig
 
+Default = int | Callable[[Values], int]
+"""A size that a file need not state, or how it results from earlier values."""
 LINEAR = "linear_attention"
 """The name that transformers 5 uses for recurrent layers with a matrix."""
 
+
+def fused_taps(*parts: str) -> tuple[tuple[str, ...], ...]:
+    """Return the modules of a convolution whose weights, and biases, are one tensor, in order."""
+    return tuple(
+        tuple(f"recurrence.{name}.{part}" for part in parts) for name in ("taps", "taps_bias")
+    )
+
+
+DELTA_FUSED = fused_taps("query", "key", "value")
+"""The modules of the delta rule that are one tensor of the convolution."""
+_PROJECTED = ("gate", "value", "key", "query", "decay")
+_CONVOLVED = ("value", "key", "query")
+MAMBA_FUSED = (tuple(f"recurrence.{part}" for part in _PROJECTED), *fused_taps(*_CONVOLVED))
+"""The modules of Mamba-2 that are one tensor, in order."""
+MAMBA_GGUF = {f"recurrence.{part}": "ssm_in" for part in _PROJECTED}
+"""The name of Mamba-2's projection in GGUF files."""
 MAMBA_NAMES = {
-    "recurrence.taps": "mamba.conv1d.weight",
-    "recurrence.taps_bias": "mamba.conv1d.bias",
+    **{f"recurrence.taps.{part}": "mamba.conv1d.weight" for part in _CONVOLVED},
+    **{f"recurrence.taps_bias.{part}": "mamba.conv1d.bias" for part in _CONVOLVED},
+    **{f"recurrence.{part}": "mamba.in_proj" for part in _PROJECTED},
     "recurrence.log_rate": "mamba.A_log",
     "recurrence.rate_bias": "mamba.dt_bias",
     "recurrence.skip": "mamba.D",
     "recurrence.norm": "mamba.norm",
-    "recurrence.input": "mamba.in_proj",
     "recurrence.output": "mamba.out_proj",
 }
 """The names of Mamba-2's modules."""
@@ -86,7 +104,7 @@ def by_interval(period: int) -> Callable[[GgufFields, Values], Values]:
     return read
 
 
-def value_width(fields: GgufFields) -> int:
+def value_width_of_gguf(fields: GgufFields) -> int:
     """Return the width of a value head, given the width and the heads that a GGUF file states."""
     heads, inner = fields.count("ssm.time_step_rank"), fields.count("ssm.inner_size")
     if inner % heads:
@@ -116,17 +134,29 @@ def every(period: int) -> Callable[[Fields, int], list[bool]]:
     return flags
 
 
-def delta_rule() -> tuple[Part, ...]:
-    """Return the parts for the sizes of the gated delta rule, by the names of Qwen3-Next."""
+def delta_rule(
+    key_heads: Default = 16,
+    value_heads: Default = 32,
+    key_width: Default = 128,
+    value_width: Default = 128,
+) -> tuple[Part, ...]:
+    """Return the parts for the sizes of the gated delta rule, by the names of Qwen3-Next.
+
+    The arguments are the sizes that a config.json need not state.
+    """
     return (
         schema.fixed({"recurrence.kind": "delta"}),
         schema.integer("recurrence.conv_width", "linear_conv_kernel_dim", "ssm.conv_kernel", 4),
-        schema.integer("recurrence.key_heads", "linear_num_key_heads", "ssm.group_count", 16),
         schema.integer(
-            "recurrence.value_heads", "linear_num_value_heads", "ssm.time_step_rank", 32
+            "recurrence.key_heads", "linear_num_key_heads", "ssm.group_count", key_heads
         ),
-        schema.integer("recurrence.key_width", "linear_key_head_dim", "ssm.state_size", 128),
-        schema.integer("recurrence.value_width", "linear_value_head_dim", value_width, 128),
+        schema.integer(
+            "recurrence.value_heads", "linear_num_value_heads", "ssm.time_step_rank", value_heads
+        ),
+        schema.integer("recurrence.key_width", "linear_key_head_dim", "ssm.state_size", key_width),
+        schema.integer(
+            "recurrence.value_width", "linear_value_head_dim", value_width_of_gguf, value_width
+        ),
     )
 
 
@@ -162,7 +192,7 @@ def _read_width(fields: Fields, known: Values) -> Values:
 
 
 def _read_gguf_width(fields: GgufFields, known: Values) -> Values:
-    return {"recurrence.value_width": value_width(fields)}
+    return {"recurrence.value_width": value_width_of_gguf(fields)}
 
 
 def _write_width(config: DecoderConfig) -> dict[str, Any]:

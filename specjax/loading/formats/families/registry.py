@@ -12,7 +12,7 @@ from specjax.loading.formats.families.granite import GRANITE
 from specjax.loading.formats.families.lfm2 import LFM2
 from specjax.loading.formats.families.llama import LLAMA, MISTRAL, MIXTRAL
 from specjax.loading.formats.families.mamba_hybrids import BAMBA, GRANITE_HYBRID, NEMOTRON_H
-from specjax.loading.formats.families.olmo import OLMO2, OLMO3
+from specjax.loading.formats.families.olmo import OLMO2, OLMO3, OLMO_HYBRID
 from specjax.loading.formats.families.phi import PHI3
 from specjax.loading.formats.families.qwen import MIMO, QWEN2, QWEN3, QWEN3_MOE
 from specjax.loading.formats.families.qwen3_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
@@ -46,6 +46,7 @@ FAMILIES: dict[str, Family] = {
         SMOLLM3,
         OLMO2,
         OLMO3,
+        OLMO_HYBRID,
         PHI3,
         GRANITE,
         QWEN3_NEXT,
@@ -69,7 +70,6 @@ _REFUSED = {
     "gemma4_text": "heads of two widths, and inputs for each layer",
     "deepseek_v32": "sparse attention",
     "falcon_h1": "attention and Mamba-2 side by side in each layer",
-    "olmo_hybrid": "norms before recurrent layers and after those with attention",
     "phi3small": "blocksparse attention",
     "phimoe": "a router that masks experts by their distance",
     "ministral3": "queries scaled by their position",

@@ -59,8 +59,11 @@ _LAYER_MODULES = (
         "mlp.shared_gate", "vector", "mlp.shared_expert_gate.weight", "ffn_gate_inp_shexp.weight"
     ),
     # The recurrent part of a layer, by the names of Qwen3-Next and 3.5.
-    _Module("recurrence.taps", "vector", "linear_attn.conv1d.weight", "ssm_conv1d.weight"),
-    _Module("recurrence.taps_bias", "vector", "linear_attn.conv1d.bias", "ssm_conv1d.bias"),
+    *(
+        _Module(f"recurrence.{name}.{part}", "vector", f"linear_attn.{file}", f"ssm_{file}")
+        for name, file in (("taps", "conv1d.weight"), ("taps_bias", "conv1d.bias"))
+        for part in ("query", "key", "value")
+    ),
     _Module("recurrence.log_rate", "vector", "linear_attn.A_log", "ssm_a"),
     _Module("recurrence.rate_bias", "vector", "linear_attn.dt_bias", "ssm_dt.bias"),
     _Module("recurrence.norm", "norm", "linear_attn.norm", "ssm_norm"),
@@ -73,7 +76,8 @@ _LAYER_MODULES = (
     _Module("recurrence.output", "linear", "linear_attn.out_proj", "ssm_out"),
     _Module("recurrence.qkvz", "linear", "", ""),
     _Module("recurrence.rates", "linear", "", ""),
-    _Module("recurrence.input", "linear", "", "ssm_in"),
+    _Module("recurrence.before", "linear", "", ""),
+    _Module("recurrence.after", "linear", "", ""),
     _Module("recurrence.skip", "vector", "", "ssm_d"),
     _Module("attention.query", "linear", "self_attn.q_proj", "attn_q"),
     _Module("attention.key", "linear", "self_attn.k_proj", "attn_k"),
@@ -148,5 +152,5 @@ def table(
             entries.append(TensorEntry(weight, (*path, "embedding")))
         else:
             decay = format == "gguf" and module.path == "recurrence.log_rate"
-            entries.append(TensorEntry(name, path, decay=decay, flat=flat))
+            entries.append(TensorEntry(name, path, decay=decay, flat=flat, fused=group))
     return tuple(entries)
