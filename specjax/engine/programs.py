@@ -51,12 +51,8 @@ from specjax.distributed.sharding import (
     place_rows,
     use,
 )
-<<<<<<< HEAD
 from specjax.engine.grammars import table_of
-from specjax.engine.plan import DecodePlan
-=======
 from specjax.engine.plan import MOST_STATES_OF_PROMPT, DecodePlan
->>>>>>> sharded-recurrent
 from specjax.engine.processing import requested_arrays
 from specjax.engine.requests import Request, SamplingParams
 from specjax.files import program_cache
