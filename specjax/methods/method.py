@@ -21,7 +21,7 @@ class Needs(enum.Enum):
     NOTHING = "nothing else"
     CORPUS = "an index of texts (python -m specjax.corpus_index)"
     HEAD = "a trained head"
-    MODEL = "any model with the target's tokenizer"
+    MODEL = "any model, at best with the target's tokenizer"
     MODULES = "a target with MTP modules, or modules trained for it"
 
     @property
