@@ -235,7 +235,8 @@ def test_tokens_are_those_of_plain_decoding(name, sampled, tiny, similar):
 
 GRAMMAR = {
     "classes": np.array([0, 1, 2], np.int32),
-    "successors": np.array([[1, 0, 2], [2, -1, 0], [-1, 1, 2]], np.int16),
+    "successors": np.array([1, 0, 2, 2, -1, 0, -1, 1, 2], np.int16),
+    "width": np.int32(3),
     "least": np.array([1, 2, 0], np.int32),
     "drafts": np.array([-1, 2, -1], np.int32),
     "room": np.int32(5),
@@ -247,7 +248,7 @@ REQUESTED = {
     "min_tokens": (MinTokens(), {"least": 3, "stop_ids": [2, -1]}),
     "ngrams": (NoRepeatNgrams(), 3),
     "forced": (ForcedTokens(), [1, 2, 0, 1, -1]),
-    "grammar": (Grammar(3, 3), None),
+    "grammar": (Grammar(3, 3, 9), None),
 }
 SHAPES = {"chain": "chain", "tree": Topology((0, 0, 1, 1)), "wide": Topology((0, 0, 0, 2))}
 

@@ -16,15 +16,17 @@ from decoding import decode, draft_model, make_call
 from json_schemas import SCHEMAS
 from test_engine import own_results
 from test_paged_engine import paged
+from test_sharding import mesh_of
 
 from specjax import SamplingParams
 from specjax.apps.serve.engine_thread import warm_up
 from specjax.apps.serve.serve_config import ServeConfig
 from specjax.apps.serve.server import served
 from specjax.drafters import TreeOptions, merge_drafters, take_turns
+from specjax.engine import grammars
 from specjax.engine.engine import Engine
 from specjax.engine.grammars import table_of
-from specjax.loading.load import random_model
+from specjax.loading.load import place_model, random_model
 from specjax.loading.tokenizers.detokenizer import _BYTES
 from specjax.loading.tokenizers.tokenizer import Tokenizer
 from specjax.methods.forced import Forced
@@ -215,10 +217,35 @@ def test_larger_tables_join_rows_that_decode(speaker):
         assert found[name].finish_reason == "stop"
 
 
+@pytest.mark.parametrize("narrows", [False, True])
+def test_a_grammar_joins_a_row_without_one(narrows, speaker):
+    """Whose limit is its own, after more tokens than a request has by default; also where only one
+    of several rows decodes in a smaller program."""
+    options = dict(batch_size=4, drafter=Ngram(prompt_lookup_min=1), rounds_per_step=4)
+    plain = SamplingParams(max_new_tokens=170)
+    engine = Engine(speaker, **options)
+    engine.add("a", plain, id="plain")
+    alone = outputs_of(engine)["plain"]
+    engine = Engine(speaker, **options)
+    engine.add("a", plain, id="plain")
+    if narrows:
+        few = Engine(speaker, **options | {"batch_size": 1})
+        few.compile()  # so that it pays off
+    found = {}
+    while sum(len(row.token_ids) for row in engine._scheduler) < 130:
+        engine.step()
+    assert narrows == (engine._rows._few is not None)
+    engine.add("a", {"regex": "a{3}b", "max_new_tokens": 9}, id="grammar")
+    found = outputs_of(engine)
+    assert found["plain"].token_ids == alone.token_ids
+    assert found["plain"].finish_reason == "length"
+    assert found["grammar"].text == "aaab"
+
+
 def test_states_that_are_not_carried_over_are_found(speaker, monkeypatch):
     """Broken: rows start their grammar anew when a larger table comes."""
     monkeypatch.setattr(
-        "specjax.engine.device_rows.carried_over", lambda before, states, after, fresh: tuple(fresh)
+        "specjax.engine.device_rows.carried_states", lambda plan, before, states, fresh: fresh
     )
     with pytest.raises(AssertionError):
         test_larger_tables_join_rows_that_decode(speaker)
@@ -292,14 +319,67 @@ def test_programs_are_made_for_sizes_of_tables(speaker):
         ({"json_schema": {"type": "nosuch"}}, "json_schema"),
         ({"json_schema": {"type": "integer", "multipleOf": 7.5}}, "multipleOf"),
         ({"json_schema": "{"}, "sampling.json_schema is not JSON"),
-        ({"regex": "a{9000}", "max_new_tokens": 9}, "more than 8192 states"),
+        ({"regex": "a{9000}", "max_new_tokens": 9}, "states, more than 8192; simplify"),
         ({"regex": "a{9}", "max_new_tokens": 3}, "the shortest output of sampling.regex has 10"),
         ({"regex": "c", "banned_token_ids": [99]}, "no tokens of the vocabulary make such"),
         ({"regex": "ab", "forced_token_ids": [99]}, "no output of sampling.regex begins with them"),
+        (
+            {"regex": "abab", "forced_token_ids": [97], "max_new_tokens": 3},
+            "the shortest output of sampling.regex has 4 tokens",
+        ),
     ],
 )
 def test_what_cannot_be_followed_is_refused(fields, says, speaker):
     refused(lambda: decode(speaker, ["a"], sampling=[SamplingParams(**fields)]), says)
+
+
+def test_a_prompt_that_leaves_too_little_room_is_refused(speaker):
+    sampling = SamplingParams(regex="a{30}", max_new_tokens=40)
+    options = dict(sampling=[sampling], max_length=64)
+    assert decode(speaker, [[97] * 20], **options).finish_reasons == ["stop"]
+    refused(
+        lambda: decode(speaker, [[97] * 40], **options),
+        "has 40 tokens, which leaves no room for the 31 tokens of the shortest output in "
+        "max_length=64: shorten it or raise max_length",
+    )
+
+
+def test_stop_tokens_with_a_text_are_no_part_of_an_output(speaker):
+    """Which would end with them, and have their text too often, or be cut."""
+    close = ord("}")
+    sampling = SamplingParams(regex=r"\{a*\}", stop_token_ids=[97], max_new_tokens=20)
+    assert decode(speaker, ["a"], sampling=[sampling]).texts == ["{}"]
+    sampling = dataclasses.replace(sampling, stop_token_ids=[close])
+    says = "no tokens of the vocabulary make such a text"
+    refused(lambda: decode(speaker, ["a"], sampling=[sampling]), says)
+
+
+def test_special_tokens_beyond_the_embedding_are_left_out(speaker):
+    """As in Gemma 3, whose tokenizer has one for images."""
+    size = speaker.config.vocab_size
+    backend = tokenizers.Tokenizer.from_str(speaker.tokenizer.backend.to_str())
+    backend.add_special_tokens(["<image>"])
+    tokenizer = Tokenizer(backend, eos_ids=speaker.tokenizer.eos_ids).limited(size, "rows")
+    model = dataclasses.replace(speaker, tokenizer=tokenizer)
+    assert decode(model, ["a"], sampling=[SamplingParams(regex="b{3}")]).texts == ["bbb"]
+
+
+def test_tables_are_made_once_while_they_are_used(speaker, monkeypatch):
+    made = []
+    real = grammars._table
+    monkeypatch.setattr(grammars, "_table", lambda *arguments: made.append(0) or real(*arguments))
+    monkeypatch.setattr(grammars, "_KEPT", 1)
+    engine = Engine(speaker, batch_size=2, drafter=Forced())
+    for number in range(6):
+        engine.add("a", {"regex": f"xyz{number}"}, id=number)
+    assert {output.text for output in outputs_of(engine).values()} == {f"xyz{n}" for n in range(6)}
+    assert len(made) == 6
+
+
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
+def test_larger_tables_join_rows_on_a_mesh(speaker):
+    placed = place_model(speaker, mesh_of(2, 1))
+    test_larger_tables_join_rows_that_decode(placed)
 
 
 def test_a_model_without_a_tokenizer_follows_no_grammar(tiny):
@@ -363,6 +443,8 @@ def test_formats_of_the_openai_package(url):
             ({"response_format": {"type": "json_schema"}}, "use {"),
             ({"structured_outputs": {"grammar": "x"}}, "structured_outputs.grammar"),
             ({"guided_regex": "a", "guided_choice": ["a"]}, "leave one of the two out"),
+            ({"guided_regex": "a", "structured_outputs": {"regex": "b"}}, "asks for regex twice"),
+            ({"guided_regex": "a", "regex": "b"}, "asks for regex twice"),
             ({"guided_regex": "(a"}, "not a regular expression"),
             ({"guided_json": {"type": "nosuch"}}, "nosuch"),
         ):

@@ -27,9 +27,10 @@ from specjax.distributed.sharding import first_device
 from specjax.engine.grammars import table_of
 from specjax.engine.length_control import time_steps
 from specjax.engine.plan import DecodePlan, flags_of
-from specjax.engine.processing import carried_over, processors_of, union
+from specjax.engine.processing import processors_of, union
 from specjax.engine.programs import (
     Programs,
+    carried_states,
     compile_plan,
     copied_states,
     is_compiled,
@@ -142,9 +143,10 @@ class DeviceRows:
         Raises InputError without changing anything.
         """
         if plan.loop != self.plan.loop:
-            if self._programs is not None:
-                self._programs = self._compiled(plan)
+            programs = None if self._programs is None else self._compiled(plan)
+            # By the present programs, which the state of all rows is for.
             self._widen()
+            self._programs = programs
             self._process(plan)
         self.plan = plan
 
@@ -158,9 +160,8 @@ class DeviceRows:
                 return None
             *_, requested = row_arguments(plan, [], len(state.length))
             states = processor_states(plan, state, requested)
-            before = self.plan.loop.processors, state.processors
-            carried = carried_over(*before, plan.loop.processors, states)
-            return state.replace(processors=carried)
+            before = self.plan.loop.processors
+            return state.replace(processors=carried_states(plan, before, state.processors, states))
 
         self._state, self._new = with_states(self._state), with_states(self._new)
 

@@ -227,7 +227,7 @@ class Engine:
         plan = self.plan
         check_sampling(plan.model, sampling)
         ids = encode_prompt(plan.model, prompt, where)
-        check_length(plan.model, where, len(ids), plan.options.max_length)
+        check_length(plan.model, where, len(ids), plan.options.max_length, sampling)
         stops = len(plan.stop_ids(sampling))
         if stops > plan.num_stop_ids:
             raise InputError(

@@ -206,8 +206,8 @@ def encode_requests(
     for params in each:
         check_sampling(target, params)
     longest = longest_row(target, max_length)
-    for name, ids in zip(names, encoded, strict=True):
-        check_length(target, name, len(ids), longest)
+    for name, ids, params in zip(names, encoded, each, strict=True):
+        check_length(target, name, len(ids), longest, params)
     requests = [
         Request(number, tuple(ids), params)
         for number, (ids, params) in enumerate(zip(encoded, each, strict=True))
@@ -443,20 +443,26 @@ class NoRoomError(InputError):
     """The error for a prompt that leaves no room for a new token."""
 
 
-def check_length(target: Model, name: str, count: int, longest: int) -> None:
+def check_length(
+    target: Model, name: str, count: int, longest: int, sampling: SamplingParams | None = None
+) -> None:
     """Raise NoRoomError if a prompt of `count` tokens leaves no room for a new token.
 
-    The prompt is called `name` in the error. A row may have `longest` tokens.
+    Nor must it leave too little for an output of the grammar that `sampling` asks for, if any. The
+    prompt is called `name` in the error. A row may have `longest` tokens.
     """
-    if count < longest:
+    table = None if sampling is None else table_of(target, sampling)
+    least = 1 if table is None else int(table.least[0])
+    if count + least <= longest:
         return
     positions = target.config.max_positions
     room, remedy = f"the {positions} positions of {target.name}", "shorten it"
     if longest < positions:
         default = " (the default of engines)" if longest == _ENGINE_LENGTH else ""
         room, remedy = f"max_length={longest}{default}", "shorten it or raise max_length"
+    output = "a new one" if least == 1 else f"the {least} tokens of the shortest output"
     raise NoRoomError(
-        f"{name} has {count} tokens, which leaves no room for a new one in {room}: {remedy}"
+        f"{name} has {count} tokens, which leaves no room for {output} in {room}: {remedy}"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
@@ -67,13 +68,6 @@ The processors are in the order in which they are applied, which is vLLM's.
 """
 PROCESSED = tuple(itertools.chain(*_KINDS.values()))
 """The sampling parameters that need some processor."""
-_ANY_TEXT = TokenTable(
-    classes=np.zeros(1, np.int32),
-    successors=np.zeros((1, 1), np.int16),
-    least=np.zeros(1, np.int32),
-    drafts=np.full(1, DEAD, np.int32),
-)
-"""The table of rows without a grammar: each token is allowed, and the output may end anywhere."""
 
 
 def processors_of(
@@ -89,13 +83,17 @@ def processors_of(
         return any(getattr(params, name) != getattr(default, name) for params in sampling)
 
     found = [kind for kind, names in _KINDS.items() if any(map(asked, names))]
-    grammars = [Grammar(*map(_room, one.successors.shape)) for one in tables if one is not None]
+    shapes = [table.successors for table in tables if table is not None]
+    grammars = [
+        Grammar(_rounded(one.shape[0]), _rounded(one.shape[1]), _rounded(one.size, 4096))
+        for one in shapes
+    ]
     return union([kind() for kind in found], grammars)
 
 
-def _room(size: int) -> int:
-    """Return the least power of four that is at least `size`, so that programs are shared."""
-    return 1 << 2 * math.ceil(math.log2(size) / 2)
+def _rounded(size: int, least: int = 64) -> int:
+    """Return the least power of four that is at least `size` and `least`: programs are shared."""
+    return 1 << 2 * math.ceil(math.log2(max(size, least)) / 2)
 
 
 def union(first: Sequence[Processor], second: Sequence[Processor]) -> tuple[Processor, ...]:
@@ -108,7 +106,7 @@ def union(first: Sequence[Processor], second: Sequence[Processor]) -> tuple[Proc
     for kind in _KINDS:
         given = [processor for processor in (*first, *second) if type(processor) is kind]
         if given and kind is Grammar:
-            sizes = [(one.num_states, one.num_classes) for one in given]
+            sizes = [dataclasses.astuple(one) for one in given]
             given = [Grammar(*map(max, *sizes))] if len(sizes) > 1 else given
         joined += given[:1]
     return (*own, *joined)
@@ -190,19 +188,25 @@ def _padded_tables(
     vocab_size: int,
 ) -> dict[str, np.ndarray]:
     """Return the arrays that a grammar reads: each row's table, and its most new tokens."""
-    rows, states, classes = len(tables), processor.num_states, processor.num_classes
+    rows, states = len(tables), processor.num_states
     padded = {
         "classes": np.zeros((rows, vocab_size), np.int32),
-        "successors": np.full((rows, states, classes), DEAD, np.int16),
+        "successors": np.zeros((rows, processor.num_entries), np.int16),
         "least": np.zeros((rows, states), np.int32),
         "drafts": np.full((rows, states), DEAD, np.int32),
     }
+    width = np.ones(rows, np.int32)
     for row, table in enumerate(tables):
-        table = _ANY_TEXT if table is None else table
+        if table is None:
+            continue
+        width[row] = table.successors.shape[1]
         for name, array in padded.items():
-            own = getattr(table, name)
-            array[row][tuple(map(slice, own.shape))] = own
-    return padded | {"room": np.asarray(room, np.int32)}
+            own = getattr(table, name).reshape(-1)
+            array[row, : len(own)] = own
+    # Without a grammar each token leads from state 0 to state 0, and no limit matters.
+    free = np.array([table is None for table in tables], bool)
+    room = np.where(free, np.iinfo(np.int32).max, room).astype(np.int32)
+    return padded | {"width": width, "room": room}
 
 
 def _bias(params: SamplingParams, vocab_size: int) -> np.ndarray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from specjax.core.cache import KVCache
 from specjax.core.drafter import Sampling
 from specjax.core.drafter_errors import errors_of
 from specjax.core.plan import LoopPlan
-from specjax.core.processor import states_of
+from specjax.core.processor import Processor, states_of
 from specjax.core.state import (
     RUNNING,
     STOPPED,
@@ -53,7 +53,7 @@ from specjax.distributed.sharding import (
 )
 from specjax.engine.grammars import table_of
 from specjax.engine.plan import MOST_STATES_OF_PROMPT, DecodePlan
-from specjax.engine.processing import requested_arrays
+from specjax.engine.processing import carried_over, requested_arrays
 from specjax.engine.requests import Request, SamplingParams
 from specjax.files import program_cache
 from specjax.files.log import LOGGER
@@ -178,6 +178,30 @@ def _processor_states(
     return constrain_rows(jax.tree.map(jnp.copy, states))
 
 
+def carried_states(
+    plan: DecodePlan,
+    before: tuple[Processor, ...],
+    states: tuple[Any, ...],
+    fresh: tuple[Any, ...],
+) -> tuple[Any, ...]:
+    """Return the states of a plan's processors in rows that had `states` of those `before`.
+
+    The arguments are those of `carried_over`.
+    """
+    with use(plan.mesh):
+        return _carried(before, states, plan.loop.processors, fresh)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def _carried(
+    before: tuple[Processor, ...],
+    states: tuple[Any, ...],
+    after: tuple[Processor, ...],
+    fresh: tuple[Any, ...],
+) -> tuple[Any, ...]:
+    return constrain_rows(carried_over(before, states, after, fresh))
+
+
 class Programs(NamedTuple):
     """The compiled functions of a plan, and the seconds spent compiling.
 
@@ -250,9 +274,26 @@ def is_compiled(plan: DecodePlan) -> bool:
 
 def _key(plan: DecodePlan) -> tuple[LoopPlan, Mesh | None, Any, tuple[_Leaf, ...]]:
     """Return the arguments of `_compile`: everything that a plan's programs depend on."""
-    shapes = [row_arguments(plan, [], rows) for rows in (plan.num_rows, plan.prefill_rows)]
+    shapes = [_row_forms(plan, rows) for rows in (plan.num_rows, plan.prefill_rows)]
     leaves, tree = jax.tree.flatten((plan.params, *shapes))
     return plan.loop, plan.mesh, tree, tuple(map(_Leaf.of, leaves))
+
+
+_forms: dict[Hashable, Any] = {}
+
+
+def _row_forms(plan: DecodePlan, rows: int) -> Any:
+    """Return the shapes, dtypes and shardings of the arguments of so many rows.
+
+    They are kept, since engines ask before each step, and tables of grammars are large.
+    """
+    key = plan.loop, rows, plan.num_stop_ids, plan.placement, plan.options.max_length
+    if key not in _forms:
+        _forms[key] = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding),
+            row_arguments(plan, [], rows),
+        )
+    return _forms[key]
 
 
 class _Leaf(NamedTuple):

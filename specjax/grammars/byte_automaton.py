@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Int
 
+_MOST_WORK = 3_000_000
+"""The most states that are looked at to find equal ones: a second or two."""
 DEAD = -1
 """The successor of a state for bytes that no text of the language has there."""
 
@@ -34,7 +36,8 @@ class ByteAutomaton:
     def minimal(self) -> ByteAutomaton:
         """Return the smallest automaton of the same language, without states that lead nowhere.
 
-        The first state is kept even if the language is empty.
+        If that takes long it may have equal states. The first state is kept even if the language is
+        empty.
         """
         distance = _distances_to_acceptance(self)
         successors = np.where(distance[self.successors] >= 0, self.successors, DEAD)
@@ -42,6 +45,7 @@ class ByteAutomaton:
         columns = np.unique(successors, axis=1)
         # States of different distances differ; starting from these fewer refinements are left.
         groups = _numbered(distance)
+        work = _MOST_WORK
         weights = np.random.default_rng(0).integers(1 << 62, size=columns.shape[1] + 1)
         for exact in (False, True):  # hashes find nearly all, and may find too few
             while True:
@@ -50,7 +54,10 @@ class ByteAutomaton:
                 refined = _numbered(rows if exact else rows @ weights)
                 if refined.max() == groups.max():
                     break
-                groups = refined
+                groups, work = refined, work - len(groups)
+                if work < 0:
+                    # States that repeat for long are as good as all different.
+                    return _renumbered(successors, self.accepting, np.arange(len(successors)))
         return _renumbered(successors, self.accepting, groups)
 
     def after_marker(self, marker: bytes) -> tuple[ByteAutomaton, int]:

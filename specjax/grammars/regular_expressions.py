@@ -8,11 +8,13 @@ that are made of several single-byte tokens.
 
 from __future__ import annotations
 
+import _sre
 import functools
 import itertools
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from re import _casefix  # type: ignore[attr-defined]
 from re import _constants as ops  # type: ignore[attr-defined]
 from re import _parser as parser  # type: ignore[attr-defined]
 from typing import Any
@@ -24,8 +26,11 @@ from specjax.grammars.byte_automaton import DEAD, ByteAutomaton
 
 MOST_PARTS = 200_000
 """The most states of the automaton that is not deterministic, which grow with the expression."""
-MOST_STATES = 20_000
+MOST_STATES = 12_000
 """The most states of the deterministic automaton, before it is made minimal."""
+MOST_WORK = 1_500_000
+"""The most states of the first automaton that those of the second one stand for, with repetition: a
+second or two of work."""
 
 Ranges = list[tuple[int, int]]
 """Characters as ascending ranges of code points that do not touch, ends included."""
@@ -46,29 +51,29 @@ _NO_LANGUAGE = {
 """What no automaton, or not the usual one, decides."""
 
 
-def byte_automaton(pattern: str, name: str = "regex") -> ByteAutomaton:
+def byte_automaton(pattern: str, what: str = "") -> ByteAutomaton:
     r"""Return the minimal automaton of the texts that match `pattern` as a whole.
 
-    `\d`, `\w` and `\s` are those of ASCII, as in JSON Schema. `^` at the beginning and `$` at
-    the end change nothing. Raises InputError, which calls the expression `name`, for one that does
-    not parse, that needs more than a finite automaton, that no text matches, or with too many
-    states.
+    `\d`, `\w` and `\s` are those of `re.ASCII`, as in JSON Schema. `^` at the beginning and `$` at
+    the end change nothing. Raises InputError, whose message begins with `what`, for an expression
+    that does not parse, that needs more than a finite automaton, that no text matches, or with too
+    many states.
     """
-    prefix = f"{name}={shown(pattern, 80)}"
+    what = what or f"regex={shown(pattern, 80)}"
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the parser's about syntax that may change
             parsed = parser.parse(pattern)
     except (re.error, RecursionError, OverflowError) as error:
-        raise InputError(f"{prefix}: not a regular expression ({error}); mend it") from None
-    parts = _Parts(prefix)
+        raise InputError(f"{what}: not a regular expression ({error}); mend it") from None
+    parts = _Parts(what)
     try:
         begin, end = parts.sequence(_unanchored(parsed), parsed.state.flags)
     except RecursionError:
-        raise InputError(f"{prefix}: too deeply nested; simplify it") from None
+        raise InputError(f"{what}: too deeply nested; simplify it") from None
     automaton = _deterministic(parts, begin, end).minimal()
     if not automaton.accepting.any():
-        raise InputError(f"{prefix}: no text matches it; allow some")
+        raise InputError(f"{what}: no text matches it; allow some")
     return automaton
 
 
@@ -89,8 +94,8 @@ class _Parts:
     `arrows[s]` are (first byte, last byte, successor), and `free[s]` are successors without a byte.
     """
 
-    def __init__(self, prefix: str) -> None:
-        self.prefix = prefix
+    def __init__(self, what: str) -> None:
+        self.what = what
         self.arrows: list[list[tuple[int, int, int]]] = []
         self.free: list[list[int]] = []
 
@@ -98,7 +103,7 @@ class _Parts:
         """Return a new state. Raises InputError if there are too many."""
         if len(self.arrows) >= MOST_PARTS:
             raise InputError(
-                f"{self.prefix}: more than {MOST_PARTS} parts with its repetitions written out; "
+                f"{self.what}: more than {MOST_PARTS} parts with its repetitions written out; "
                 "repeat less"
             )
         self.arrows.append([])
@@ -118,7 +123,7 @@ class _Parts:
         """Return the first and the last state of one part of a parsed expression."""
         if op in _NO_LANGUAGE:
             raise InputError(
-                f"{self.prefix}: it has {_NO_LANGUAGE[op]}, which is not supported; leave it out"
+                f"{self.what}: it has {_NO_LANGUAGE[op]}, which is not supported; leave it out"
             )
         if op is ops.BRANCH:
             return self.either([self.sequence(list(one), flags) for one in argument[1]])
@@ -222,9 +227,10 @@ def _joined(ranges: Sequence[tuple[int, int]], flags: int = 0) -> Ranges:
     """
     found = list(ranges)
     if flags & re.IGNORECASE:
-        for point, other in _other_cases():
-            if any(first <= point <= last for first, last in ranges):
-                found.append((other, other))
+        for first, last in ranges:
+            for point in _cased(first, last):
+                others = _cases()[point]
+                found += [(o, o) for o in others if not flags & re.ASCII or point < 128 > o]
     joined: Ranges = []
     for first, last in sorted(found):
         if joined and first <= joined[-1][1] + 1:
@@ -240,15 +246,28 @@ def _joined(ranges: Sequence[tuple[int, int]], flags: int = 0) -> Ranges:
 
 
 @functools.cache
-def _other_cases() -> list[tuple[int, int]]:
-    """Return each character with a lower or upper case of one character, and that one."""
-    pairs = []
+def _cases() -> dict[int, tuple[int, ...]]:
+    """Return the characters that equal each character with two cases, as Python's `re` has them."""
+    lower: dict[int, list[int]] = {}
     for point in range(0x20000):
-        character = chr(point)
-        for other in (character.lower(), character.upper()):
-            if len(other) == 1 and other != character:
-                pairs.append((point, ord(other)))
-    return pairs
+        lower.setdefault(_sre.unicode_tolower(point), []).append(point)
+    cases = {}
+    for point, equal in lower.items():
+        every = {
+            *equal,
+            *(o for extra in _casefix._EXTRA_CASES.get(point, ()) for o in lower[extra]),
+        }
+        if len(every) > 1:
+            cases |= {one: tuple(sorted(every - {one})) for one in equal}
+    return cases
+
+
+def _cased(first: int, last: int) -> Iterator[int]:
+    """Yield the characters of a range that equal others if case is ignored."""
+    if last - first < 256:
+        yield from (point for point in range(first, last + 1) if point in _cases())
+    else:
+        yield from (point for point in _cases() if first <= point <= last)
 
 
 def _without(ranges: Ranges) -> Ranges:
@@ -287,6 +306,16 @@ def _utf8(first: int, last: int) -> Iterator[tuple[tuple[int, int], ...]]:
 def _deterministic(parts: _Parts, begin: int, end: int) -> ByteAutomaton:
     """Return the automaton whose states are the sets of states that a text can lead to."""
     closures: dict[int, frozenset[int]] = {}
+    work = 0
+
+    def done(amount: int) -> None:
+        nonlocal work
+        work += amount
+        if work > MOST_WORK:
+            raise InputError(
+                f"{parts.what}: its automaton takes too much work to make; simplify it, or bound "
+                "what repeats"
+            )
 
     def closure(state: int) -> frozenset[int]:
         """Return the states with arrows, and the last one, that `state` reaches without a byte."""
@@ -297,29 +326,40 @@ def _deterministic(parts: _Parts, begin: int, end: int) -> ByteAutomaton:
                     if after not in seen:
                         seen.add(after)
                         waiting.append(after)
+            done(len(seen))
             closures[state] = frozenset(one for one in seen if parts.arrows[one] or one == end)
         return closures[state]
 
     numbers = {closure(begin): 0}
+    of_reached: dict[frozenset[int], int] = {}
     rows: list[np.ndarray] = []
     for states in (waiting := [closure(begin)]):
-        arrows = [arrow for state in states for arrow in parts.arrows[state]]
-        edges = sorted({edge for first, last, _ in arrows for edge in (first, last + 1)})
+        done(len(states))
+        by_bytes: dict[tuple[int, int], list[int]] = {}
+        for state in states:
+            for first, last, after in parts.arrows[state]:
+                by_bytes.setdefault((first, last), []).append(after)
+        edges = sorted({edge for first, last in by_bytes for edge in (first, last + 1)})
         row = np.full(256, DEAD, np.int32)
         for low, high in itertools.pairwise(edges):
-            reached = {after for first, last, after in arrows if first <= low <= last}
-            if not reached:
+            groups = [all_of for (first, last), all_of in by_bytes.items() if first <= low <= last]
+            if not groups:
                 continue
-            union = frozenset().union(*map(closure, reached))
-            if union not in numbers:
-                if len(numbers) >= MOST_STATES:
-                    raise InputError(
-                        f"{parts.prefix}: its automaton has more than {MOST_STATES} states; "
-                        "simplify it, or bound what repeats"
-                    )
-                numbers[union] = len(numbers)
-                waiting.append(union)
-            row[low:high] = numbers[union]
+            done(sum(map(len, groups)))
+            reached = frozenset(itertools.chain(*groups))
+            if reached not in of_reached:
+                union = frozenset().union(*map(closure, reached))
+                done(len(union))
+                if union not in numbers:
+                    if len(numbers) >= MOST_STATES:
+                        raise InputError(
+                            f"{parts.what}: its automaton has more than {MOST_STATES} states; "
+                            "simplify it, or bound what repeats"
+                        )
+                    numbers[union] = len(numbers)
+                    waiting.append(union)
+                of_reached[reached] = numbers[union]
+            row[low:high] = of_reached[reached]
         rows.append(row)
     accepting = np.array([end in states for states in waiting])
     return ByteAutomaton(np.stack(rows), accepting)

@@ -13,7 +13,7 @@ from scipy.sparse.csgraph import dijkstra
 from specjax.errors import InputError
 from specjax.grammars.byte_automaton import DEAD, ByteAutomaton
 
-MOST_STATES, MOST_ENTRIES = 8192, 1 << 24
+MOST_STATES, MOST_ENTRIES = 8192, 1 << 22
 """The most states of a table, and the most entries (2 bytes each, in every row that uses it)."""
 
 
@@ -85,6 +85,11 @@ def token_table(
     first `before` states special tokens are allowed, too, as their texts. Raises InputError, which
     calls the grammar `name`, if no tokens make a text, and for a table that is too large.
     """
+    if len(automaton.accepting) > MOST_STATES:
+        raise InputError(
+            f"{name}: its automaton has {len(automaton.accepting)} states, more than "
+            f"{MOST_STATES}; simplify it, or bound what repeats"
+        )
     columns = _Columns(automaton, name)
     of_token = [columns.after(piece) for piece in vocabulary.later]
     for token in vocabulary.special:
@@ -133,7 +138,7 @@ class _Columns:
         self.end = self._number(np.where(automaton.accepting, count, DEAD))
 
     def _number(self, column: np.ndarray) -> int:
-        column = column.astype(np.int32)
+        column = column.astype(np.int16)
         key = column.tobytes()
         if key not in self._numbers:
             if len(self._columns) * len(column) > 4 * MOST_ENTRIES:

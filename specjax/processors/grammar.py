@@ -13,14 +13,15 @@ from specjax.core.processor import NewRows, Processor, one_by_one
 
 @struct.dataclass
 class GrammarState:
-    """Each row's table, a `grammars.TokenTable` with padding, and where its output is in it.
+    """Each row's table, a `grammars.TokenTable`, and where its output is in it.
 
-    `state` is -1 after a token that is not allowed. The row has `emitted` new tokens, and may have
-    `room`.
+    The first `width[b]` entries of `successors[b]` are those of state 0, and so on. `state` is -1
+    after a token that is not allowed. The row has `emitted` new tokens, and may have `room`.
     """
 
     classes: Int[Array, "B V"]
-    successors: Int16[Array, "B states classes"]
+    successors: Int16[Array, "B entries"]
+    width: Int[Array, "B"]
     least: Int[Array, "B states"]
     drafts: Int[Array, "B states"]
     room: Int[Array, "B"]
@@ -33,14 +34,16 @@ class Grammar(Processor):
     """Forbids tokens after which the output could not be completed in the language of a grammar.
 
     Nor could it be if too few tokens were left for the row's limit. Tables have up to `num_states`
-    states and `num_classes` classes of tokens.
+    states and `num_classes` classes of tokens, and together up to `num_entries` entries: one has
+    many states or many classes, seldom both.
     """
 
     num_states: int = 1
     num_classes: int = 1
+    num_entries: int = 1
 
     def init(self, rows: NewRows) -> GrammarState:
-        """Return the state of rows without output; `rows.requested` are the first five arrays."""
+        """Return the state of rows without output; `rows.requested` are the first six arrays."""
         none = jnp.zeros_like(rows.prompt_length)
         return GrammarState(**rows.requested, state=none, emitted=none)
 
@@ -58,8 +61,8 @@ class Grammar(Processor):
 
     def apply(self, state: GrammarState, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
         """Return the logits, -inf for tokens that are not allowed."""
-        successors = _row(state.successors, state.state)
-        allowed = _fits(state, successors)
+        every = jnp.broadcast_to(jnp.arange(self.num_classes), (len(logits), self.num_classes))
+        allowed = _fits(state, _successors(state, every))
         allowed = jnp.take_along_axis(allowed, state.classes, axis=1)
         return jnp.where(allowed, logits, -jnp.inf)
 
@@ -73,19 +76,18 @@ class Grammar(Processor):
         return jnp.where(state.state < 0, -1, drafts[:, 0])
 
 
-def _row(
-    successors: Int16[Array, "B states classes"], state: Int[Array, "B"]
-) -> Int[Array, "B classes"]:
-    """Return what follows each class of tokens in each row's state, -1 where none may."""
-    at = jnp.maximum(state, 0)[:, None, None]
-    found = jnp.take_along_axis(successors, at, axis=1)[:, 0].astype(jnp.int32)
-    return jnp.where(state[:, None] < 0, -1, found)
+def _successors(state: GrammarState, classes: Int[Array, "B n"]) -> Int[Array, "B n"]:
+    """Return the state after a token of each of the classes, -1 where it is not allowed."""
+    at = state.state[:, None] * state.width[:, None] + classes
+    known = (state.state >= 0)[:, None] & (classes < state.width[:, None])
+    found = jnp.take_along_axis(state.successors, jnp.where(known, at, 0), axis=1)
+    return jnp.where(known, found.astype(jnp.int32), -1)
 
 
 def _after(state: GrammarState, tokens: Int[Array, "B"]) -> Int[Array, "B"]:
     """Return each row's state after one more token, -1 if it is not allowed."""
     classes = jnp.take_along_axis(state.classes, tokens[:, None], axis=1)
-    return jnp.take_along_axis(_row(state.successors, state.state), classes, axis=1)[:, 0]
+    return _successors(state, classes)[:, 0]
 
 
 def _fits(state: GrammarState, successors: Int[Array, "B n"]) -> Bool[Array, "B n"]:

@@ -106,12 +106,13 @@ def constraint():
         after[state, list(tokens)] = list(tokens.values())
     arrays = {
         "classes": np.arange(VOCAB, dtype=np.int32),
-        "successors": after,
+        "successors": after.reshape(-1),
+        "width": np.int32(VOCAB),
         "least": np.zeros(len(NEXT), np.int32),
         "drafts": np.array([-1, -1, 3, 2], np.int32),
         "room": np.int32(1000),
     }
-    return ((Grammar(*after.shape), jax.tree.map(lambda array: array[None], arrays)),)
+    return ((Grammar(*after.shape, after.size), jax.tree.map(lambda array: array[None], arrays)),)
 
 
 @per_target

@@ -140,7 +140,7 @@ class Conversations:
                 names=[name := self.name(question.question_id, len(answers))],
             )
             ids = request.prompt
-            check_length(self.model, name, len(ids), self.most_tokens)
+            check_length(self.model, name, len(ids), self.most_tokens, sampling)
         if self.seeds:
             sampling = replace(sampling, seed=self.seeds[row])
         return Request(len(answers) * len(self.questions) + index, tuple(ids), sampling)

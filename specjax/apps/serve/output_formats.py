@@ -21,53 +21,55 @@ def sampling_fields(values: Mapping[str, Any]) -> dict[str, Any]:
 
     All of `GRAMMARS` are in it if one is. Raises InputError, which names the field.
     """
-    found = {}
-    for name, field in _GUIDED.items():
-        if name in values:
-            found[field] = values[name]
+    found = [{field: values[name]} for name, field in _GUIDED.items() if name in values]
     if "structured_outputs" in values:
-        found |= _structured(values["structured_outputs"])
+        found += _structured(values["structured_outputs"])
     if "response_format" in values:
-        found |= _of_response_format(values["response_format"])
-    asked = [name for name in GRAMMARS if name in values or found.get(name) is not None]
-    if len(asked) > 1:
-        raise InputError(
-            f"the body asks for {asked[0]} and for {asked[1]}: leave one of the two out"
-        )
+        found += _of_response_format(values["response_format"])
+    found += [{name: values[name]} for name in GRAMMARS if name in values]
     if not found:
         return {}
-    given = {name: values.get(name) for name in GRAMMARS}
-    return given | {name: value for name, value in found.items() if value is not None}
+    asked = [fields for fields in found if fields]
+    if len(asked) > 1:
+        first, second = (next(iter(fields)) for fields in asked[:2])
+        raise InputError(
+            f"the body asks for {first} and for {second}: leave one of the two out"
+            if first != second
+            else f"the body asks for {first} twice: leave one of the two out"
+        )
+    return dict.fromkeys(GRAMMARS) | (asked[0] if asked else {})
 
 
-def _structured(value: Any) -> dict[str, Any]:
-    """Return the sampling parameters of vLLM's `structured_outputs`."""
+def _structured(value: Any) -> list[dict[str, Any]]:
+    """Return each of the sampling parameters of vLLM's `structured_outputs`."""
     if not isinstance(value, Mapping):
         raise InputError(f"structured_outputs={shown(value)}: use an object")
-    found = {}
+    found = []
     for name, part in value.items():
+        if part is None or (name == "json_object" and part is False):
+            continue
         if name == "json_object" and part is True:
-            found["json_schema"] = _ANY_OBJECT
+            found.append({"json_schema": _ANY_OBJECT})
         elif name in _STRUCTURED:
-            found[_STRUCTURED[name]] = part
-        elif part is not None:
+            found.append({_STRUCTURED[name]: part})
+        else:
             known = dict.fromkeys((*_STRUCTURED, "json_object"))
             raise InputError(unknown_name("structured_outputs.", name, part, known))
     return found
 
 
-def _of_response_format(value: Any) -> dict[str, Any]:
-    """Return the sampling parameters of OpenAI's `response_format`."""
+def _of_response_format(value: Any) -> list[dict[str, Any]]:
+    """Return the sampling parameter of OpenAI's `response_format`; an empty one for any text."""
     remedy = (
         'use {"type": "text"}, {"type": "json_object"}, or {"type": "json_schema", "json_schema": '
         '{"name": ..., "schema": ...}}'
     )
     kind = value.get("type") if isinstance(value, Mapping) else None
     if kind == "text":
-        return dict.fromkeys(GRAMMARS)
+        return [{}]
     if kind == "json_object":
-        return {"json_schema": _ANY_OBJECT}
+        return [{"json_schema": _ANY_OBJECT}]
     inner = value.get("json_schema") if kind == "json_schema" else None
     if not isinstance(inner, Mapping) or not isinstance(inner.get("schema"), Mapping):
         raise InputError(f"response_format={shown(value)}: {remedy}")
-    return {"json_schema": inner["schema"]}
+    return [{"json_schema": inner["schema"]}]
