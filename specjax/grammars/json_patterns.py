@@ -7,26 +7,24 @@ import warnings
 from typing import Any
 
 from specjax.errors import InputError, shown
+from specjax.grammars.characters import DIGITS, SPACES, WORD, Ranges, joined, others
 from specjax.grammars.expressions import either, repeat
-from specjax.grammars.json_strings import ANY, Ranges, char_text, joined, others
+from specjax.grammars.json_strings import ANY, char_text
 
 _MAX_DEPTH = 40  # Python compiles groups in groups by recursion
-_WORD: Ranges = [(0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)]
-_DIGITS: Ranges = [(0x30, 0x39)]
 # What some take for a space, and what all do.
 _SPACES: Ranges = [
     *((9, 13), (0x1C, 0x20), (0x85, 0x85), (0xA0, 0xA0), (0x1680, 0x1680), (0x180E, 0x180E)),
     *((0x2000, 0x200A), (0x2028, 0x2029), (0x202F, 0x202F), (0x205F, 0x205F)),
     *((0x3000, 0x3000), (0xFEFF, 0xFEFF)),
 ]
-_SURE_SPACES: Ranges = [(9, 13), (0x20, 0x20)]
 _LINE_ENDS: Ranges = [(10, 10), (13, 13), (0x2028, 0x2029)]
 _BEYOND_ASCII: Ranges = [(0x80, 0x10FFFF)]
 # Characters of a category for all who read patterns, Python and ECMAScript, and for at least one.
 _CATEGORIES: dict[str, tuple[Ranges, Ranges]] = {
-    "DIGIT": (_DIGITS, _DIGITS + _BEYOND_ASCII),
-    "WORD": (_WORD, _WORD + _BEYOND_ASCII),
-    "SPACE": (_SURE_SPACES, _SPACES),
+    "DIGIT": (DIGITS, DIGITS + _BEYOND_ASCII),
+    "WORD": (WORD, WORD + _BEYOND_ASCII),
+    "SPACE": (SPACES, _SPACES),
 }
 _CATEGORIES |= {
     f"NOT_{name}": (others(more), others(sure)) for name, (sure, more) in _CATEGORIES.items()

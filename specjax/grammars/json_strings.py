@@ -2,39 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
+from specjax.grammars.characters import Ranges, both, others
 from specjax.grammars.expressions import either, literal, optional, repeat
-
-Ranges = list[tuple[int, int]]
-"""A set of characters: the first and last code points of intervals."""
 
 _SHORT = {0x22: '"', 0x5C: "\\", 8: "b", 12: "f", 10: "n", 13: "r", 9: "t"}
 _PLAIN: Ranges = [(0x20, 0x21), (0x23, 0x5B), (0x5D, 0xD7FF), (0xE000, 0x10FFFF)]
 _TOLD_APART = 16  # characters of a key: expressions in expressions are compiled by recursion
-
-
-def _both(some: Ranges, others: Ranges) -> Ranges:
-    """Return the characters that are in both sets."""
-    found = [(max(a, c), min(b, d)) for a, b in some for c, d in others]
-    return sorted((first, last) for first, last in found if first <= last)
-
-
-def joined(ranges: Ranges) -> Ranges:
-    """Return the set of the characters of intervals that may overlap."""
-    found: Ranges = []
-    for first, last in sorted(ranges):
-        if found and first <= found[-1][1] + 1:
-            found[-1] = (found[-1][0], max(found[-1][1], last))
-        else:
-            found.append((first, last))
-    return found
-
-
-def others(ranges: Ranges) -> Ranges:
-    """Return the characters that are not in a set."""
-    edges = [(-1, -1), *joined(ranges), (0x110000, 0x110000)]
-    return [(a + 1, b - 1) for (_, a), (b, _) in pairwise(edges) if a + 1 < b]
 
 
 def _class_char(code: int) -> str:
@@ -43,13 +16,9 @@ def _class_char(code: int) -> str:
         return f"\\{char}"
     if 0x20 <= code < 0x7F:
         return char
-    return (
-        f"\\x{code:02x}"
-        if code < 0x100
-        else f"\\u{code:04x}"
-        if code < 0x10000
-        else (f"\\U{code:08x}")
-    )
+    if code < 0x100:
+        return f"\\x{code:02x}"
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
 def char_text(ranges: Ranges, slash: str = "") -> str | None:
@@ -58,19 +27,19 @@ def char_text(ranges: Ranges, slash: str = "") -> str | None:
     Control characters without a short escape are written only where the set has no others. `slash`
     is `"/"` if a slash may be escaped, too.
     """
-    plain = _both(ranges, _PLAIN)
+    plain = both(ranges, _PLAIN)
     texts = []
     if plain:
         ends = [(_class_char(first), _class_char(last)) for first, last in plain]
         inside = "".join(a if a == b else f"{a}-{b}" for a, b in ends)
         one = len(plain) == 1 and plain[0][0] == plain[0][1]
         texts.append(literal(chr(plain[0][0])) if one else f"[{inside}]")
-    short = [char for code, char in _SHORT.items() if _both(ranges, [(code, code)])]
+    short = [char for code, char in _SHORT.items() if both(ranges, [(code, code)])]
     if short:
         inside = "".join(short).replace("\\", "\\\\") + slash
         texts.append(rf"\\[{inside}]")
     if not texts:
-        codes = [code for code in range(0x20) if _both(ranges, [(code, code)])]
+        codes = [code for code in range(0x20) if both(ranges, [(code, code)])]
         texts = [rf"\\u{code:04x}" for code in codes]
     return either(texts) if texts else None
 

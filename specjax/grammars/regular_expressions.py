@@ -8,13 +8,10 @@ that are made of several single-byte tokens.
 
 from __future__ import annotations
 
-import _sre
-import functools
 import itertools
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from re import _casefix  # type: ignore[attr-defined]
 from re import _constants as ops  # type: ignore[attr-defined]
 from re import _parser as parser  # type: ignore[attr-defined]
 from typing import Any
@@ -23,6 +20,17 @@ import numpy as np
 
 from specjax.errors import InputError, shown
 from specjax.grammars.byte_automaton import DEAD, ByteAutomaton
+from specjax.grammars.characters import (
+    DIGITS,
+    EVERY,
+    SPACES,
+    WORD,
+    Ranges,
+    both,
+    in_any_case,
+    joined,
+    others,
+)
 
 MOST_PARTS = 200_000
 """The most states of the automaton that is not deterministic, which grow with the expression."""
@@ -32,13 +40,15 @@ MOST_WORK = 1_500_000
 """The most states of the first automaton that those of the second one stand for, with repetition: a
 second or two of work."""
 
-Ranges = list[tuple[int, int]]
-"""Characters as ascending ranges of code points that do not touch, ends included."""
-_ALL: Ranges = [(0, 0xD7FF), (0xE000, 0x10FFFF)]
-"""All characters that UTF-8 can write: surrogates are none."""
-_DIGITS: Ranges = [(0x30, 0x39)]
-_WORD: Ranges = [(0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)]
-_SPACE: Ranges = [(0x09, 0x0D), (0x20, 0x20)]
+_CATEGORIES = {
+    ops.CATEGORY_DIGIT: DIGITS,
+    ops.CATEGORY_WORD: WORD,
+    ops.CATEGORY_SPACE: SPACES,
+    ops.CATEGORY_NOT_DIGIT: others(DIGITS),
+    ops.CATEGORY_NOT_WORD: others(WORD),
+    ops.CATEGORY_NOT_SPACE: others(SPACES),
+}
+"""The characters of classes such as \\d."""
 _NO_LANGUAGE = {
     ops.ASSERT: "look-around",
     ops.ASSERT_NOT: "look-around",
@@ -187,97 +197,25 @@ class _Parts:
 
 def _characters(op: Any, argument: Any, flags: int) -> Ranges:
     """Return the characters that a part of an expression for one character matches."""
+    found, negated = [], op is ops.NOT_LITERAL
     if op is ops.ANY:
-        return _ALL if flags & re.DOTALL else _without([(10, 10)])
+        return EVERY if flags & re.DOTALL else both(others([(10, 10)]), EVERY)
     if op in (ops.LITERAL, ops.NOT_LITERAL):
-        found = _joined([(argument, argument)], flags)
-        return found if op is ops.LITERAL else _without(found)
-    assert op is ops.IN, op
-    found, negated = [], False
-    for kind, value in argument:
-        if kind is ops.NEGATE:
-            negated = True
-        elif kind is ops.LITERAL:
-            found.append((value, value))
-        elif kind is ops.RANGE:
-            found.append(value)
-        else:
-            found += _category(value)
-    found = _joined(found, flags)
-    return _without(found) if negated else found
-
-
-def _category(category: Any) -> Ranges:
-    r"""Return the characters of a class such as `\d`."""
-    named = {
-        ops.CATEGORY_DIGIT: _DIGITS,
-        ops.CATEGORY_WORD: _WORD,
-        ops.CATEGORY_SPACE: _SPACE,
-        ops.CATEGORY_NOT_DIGIT: _without(_DIGITS),
-        ops.CATEGORY_NOT_WORD: _without(_WORD),
-        ops.CATEGORY_NOT_SPACE: _without(_SPACE),
-    }
-    return named[category]
-
-
-def _joined(ranges: Sequence[tuple[int, int]], flags: int = 0) -> Ranges:
-    """Return ranges in order, joined where they touch, without surrogates.
-
-    Where `flags` ignore case, the other case of each character is in them, too.
-    """
-    found = list(ranges)
-    if flags & re.IGNORECASE:
-        for first, last in ranges:
-            for point in _cased(first, last):
-                others = _cases()[point]
-                found += [(o, o) for o in others if not flags & re.ASCII or point < 128 > o]
-    joined: Ranges = []
-    for first, last in sorted(found):
-        if joined and first <= joined[-1][1] + 1:
-            joined[-1] = joined[-1][0], max(joined[-1][1], last)
-        else:
-            joined.append((first, last))
-    return [
-        (max(first, low), min(last, high))
-        for first, last in joined
-        for low, high in _ALL
-        if max(first, low) <= min(last, high)
-    ]
-
-
-@functools.cache
-def _cases() -> dict[int, tuple[int, ...]]:
-    """Return the characters that equal each character with two cases, as Python's `re` has them."""
-    lower: dict[int, list[int]] = {}
-    for point in range(0x20000):
-        lower.setdefault(_sre.unicode_tolower(point), []).append(point)
-    cases = {}
-    for point, equal in lower.items():
-        every = {
-            *equal,
-            *(o for extra in _casefix._EXTRA_CASES.get(point, ()) for o in lower[extra]),
-        }
-        if len(every) > 1:
-            cases |= {one: tuple(sorted(every - {one})) for one in equal}
-    return cases
-
-
-def _cased(first: int, last: int) -> Iterator[int]:
-    """Yield the characters of a range that equal others if case is ignored."""
-    if last - first < 256:
-        yield from (point for point in range(first, last + 1) if point in _cases())
+        found = [(argument, argument)]
     else:
-        yield from (point for point in _cases() if first <= point <= last)
-
-
-def _without(ranges: Ranges) -> Ranges:
-    """Return all characters but those of `ranges`."""
-    left, at = [], 0
-    for first, last in [*ranges, (0x110000, 0x110000)]:
-        if at < first:
-            left.append((at, first - 1))
-        at = last + 1
-    return _joined(left)
+        assert op is ops.IN, op
+        for kind, value in argument:
+            if kind is ops.NEGATE:
+                negated = True
+            elif kind is ops.LITERAL:
+                found.append((value, value))
+            elif kind is ops.RANGE:
+                found.append(value)
+            else:
+                found += _CATEGORIES[value]
+    if flags & re.IGNORECASE:
+        found = in_any_case(found, ascii_only=bool(flags & re.ASCII))
+    return both(others(found) if negated else joined(found), EVERY)
 
 
 def _utf8(first: int, last: int) -> Iterator[tuple[tuple[int, int], ...]]:
