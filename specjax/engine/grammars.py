@@ -9,10 +9,8 @@ import threading
 import weakref
 from collections.abc import Hashable, Sequence
 
-from specjax.engine.requests import SamplingParams, stop_ids
+from specjax.engine.requests import SamplingParams, schema_expression, stop_ids
 from specjax.errors import InputError, shown
-from specjax.files.json_files import parse_json
-from specjax.grammars.json_schema import schema_pattern
 from specjax.grammars.regular_expressions import byte_automaton
 from specjax.grammars.token_table import DEAD, TokenTable, Vocabulary, token_table
 from specjax.loading.model import Model
@@ -99,8 +97,7 @@ def _pattern(field: str, grammar: str | Sequence[str]) -> str:
     if field == "choice":
         return "|".join(map(re.escape, grammar))
     if field == "json_schema":
-        name = "sampling.json_schema"
-        return schema_pattern(parse_json(grammar, name, "use a JSON schema"), name)
+        return schema_expression(grammar, "sampling.json_schema")
     return grammar
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -25,6 +26,8 @@ from specjax.fields import (
     with_meanings,
 )
 from specjax.files.json_files import parse_json
+from specjax.grammars.json_schema import schema_pattern
+from specjax.grammars.regular_expressions import parsed_expression
 from specjax.loading.model import Model
 from specjax.sampling import row_key, sample_key
 
@@ -92,9 +95,28 @@ class JsonSchema:
         if not isinstance(value, Mapping | bool):
             raise InputError(f"{name}={shown(value)}: {remedy}")
         try:
-            return json.dumps(value, ensure_ascii=False, allow_nan=False)
+            text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise InputError(f"{name}: {one_line(error):.160}; {remedy}") from None
+        schema_expression(text, name)
+        return text
+
+
+@functools.lru_cache(maxsize=64)
+def schema_expression(text: str, name: str) -> str:
+    """Return the regular expression of a JSON schema's values; errors call the schema `name`."""
+    return schema_pattern(parse_json(text, name), name)
+
+
+@dataclass(frozen=True)
+class Expression:
+    """The field type of regular expressions."""
+
+    def check(self, name: str, value: Any) -> str:
+        """Return `value` if it is the text of one. Raises InputError, which names `name`."""
+        Text().check(name, value)
+        parsed_expression(value, f"{name}={shown(value, 80)}")
+        return value
 
 
 _STOP = Items(Text(blank=True), remedy="use strings that are not empty")
@@ -166,7 +188,7 @@ class SamplingParams:
     """The size of n-grams that prompt and output together never have twice; 0 is off."""
     forced_token_ids: Annotated[Sequence[int] | None, _TOKENS] = ()
     """Tokens with which the output begins, whatever other parameters say."""
-    regex: Annotated[str | None, optional(Text())] = None
+    regex: Annotated[str | None, optional(Expression())] = None
     """A regular expression that the whole output matches."""
     json_schema: Annotated[Mapping[str, Any] | str | bool | None, optional(JsonSchema())] = None
     """A JSON schema of which the output is a value."""

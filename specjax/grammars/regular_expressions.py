@@ -70,12 +70,7 @@ def byte_automaton(pattern: str, what: str = "") -> ByteAutomaton:
     many states.
     """
     what = what or f"regex={shown(pattern, 80)}"
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the parser's about syntax that may change
-            parsed = parser.parse(pattern)
-    except (re.error, RecursionError, OverflowError) as error:
-        raise InputError(f"{what}: not a regular expression ({error}); mend it") from None
+    parsed = parsed_expression(pattern, what)
     parts = _Parts(what)
     try:
         begin, end = parts.sequence(_unanchored(parsed), parsed.state.flags)
@@ -85,6 +80,16 @@ def byte_automaton(pattern: str, what: str = "") -> ByteAutomaton:
     if not automaton.accepting.any():
         raise InputError(f"{what}: no text matches it; allow some")
     return automaton
+
+
+def parsed_expression(pattern: str, what: str) -> Any:
+    """Return the parser's tree of an expression; raise InputError if it is none."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the parser's about syntax that may change
+            return parser.parse(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise InputError(f"{what}: not a regular expression ({error}); mend it") from None
 
 
 def _unanchored(parsed: Any) -> list[tuple[Any, Any]]:
