@@ -118,7 +118,9 @@ def cells(topology, layers=("attention",)):
         Cell(name, topology, rule, kind)
         for kind in layers
         for name in methods
-        if name != "forced" or kind == "grammar"  # else nothing has to follow
+        # Without a grammar nothing has to follow, and recorded texts follow none.
+        if name != "forced" or kind == "grammar"
+        if name in VARIANTS or not METHODS[name].replays or kind != "grammar"
         for rule in RULES
     ]
     usual = [cell for cell in every if is_usual(cell)]
