@@ -13,6 +13,7 @@ import numpy as np
 from specjax import controllers
 from specjax.controllers import LearnsCosts, StepRecord
 from specjax.core.drafter import StepLimits
+from specjax.core.round import different_tokens
 from specjax.core.state import Seen
 from specjax.distributed import processes
 from specjax.engine.plan import DecodePlan
@@ -25,8 +26,8 @@ _ROUNDS = 4
 """The rounds of a timed step where a round is fast; one where it is slow."""
 _SLOW_S = 0.1
 """The seconds of a plain round from which on rounds are slow."""
-_PROMPT = (1, 1)
-"""The tokens of the rows that are timed: two, since some heads draft nothing after one."""
+_PROMPT_TOKENS = 2
+"""How often a timed row's token is repeated: twice, as some heads draft nothing after one."""
 
 
 class LengthControl:
@@ -107,12 +108,14 @@ def time_steps(plan: DecodePlan, programs: Programs) -> Iterator[StepRecord]:
     """Time each compiled width, without a draft, and each drafter with a draft of the first width.
 
     Yields their records, plain steps first. Drafters that draft token by token are timed with one
-    token too, which tells the cost of the first one from that of the others. All rows decode a
-    prompt of two tokens in a state of their own, which is dropped.
+    token too, which tells the cost of the first one from that of the others. Rows have
+    different prompts, since equal ones would read the same few experts of a target that has some,
+    and decode in a state of their own, which is dropped.
     """
     params = plan.params
     sampling = SamplingParams(max_new_tokens=INT32_MAX, ignore_eos=True)
-    rows = [Request(0, _PROMPT, sampling)] * plan.num_rows
+    tokens = different_tokens(plan.num_rows, 1, plan.loop.target.vocab_size).tolist()
+    rows = [Request(0, (token,) * _PROMPT_TOKENS, sampling) for (token,) in tokens]
     # What the rows decode does not matter, so that their first token stays unread.
     state = programs.empty(params, *row_arguments(plan, rows))
     ended, everyone = np.zeros(plan.num_rows, bool), np.int32(plan.num_rows + 1)
