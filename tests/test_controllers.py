@@ -23,6 +23,7 @@ from specjax.controllers.cost_estimates import count_work, initial_costs, learn_
 from specjax.controllers.throughput import Estimates, highest_rates
 from specjax.testing.controller_simulation import (
     SimulatedDrafter,
+    SimulatedExperts,
     changes,
     plain_seconds,
     regret,
@@ -393,3 +394,30 @@ def test_lengths_of_controllers_are_checked(make, message, monkeypatch):
 def test_no_credit_is_no_trial():
     steps = simulate(Auto(first_credit=0, trial_share=0), BOTH.over(64), 0)
     assert steps
+
+
+@pytest.mark.parametrize("experts", [SimulatedExperts(), *slow(SimulatedExperts(256, 8, 0.8))])
+@pytest.mark.parametrize(("clock", "most"), [("5 ms", 2), (ACCELERATOR, 5)])
+def test_experts_are_known_from_timed_passes(experts, clock, most):
+    """Timed passes over different tokens suffice; passes over equal ones mislead for long."""
+
+    def lost(timed_alike):
+        regrets = []
+        for drafter, rows in (("eagle3", 1), ("eagle3", 8), ("token_recycling", 4)):
+            run = simulation(drafter, clock, rows, experts=experts, timed_alike=timed_alike)
+            steps = [simulate(Auto(), run, seed, 1, costs_known=True) for seed in range(3)]
+            regrets += [100 * regret(run, each) for each in steps]
+        return np.mean(regrets)
+
+    assert lost(False) <= most
+    assert lost(True) > 2 * lost(False)
+
+
+def test_a_pass_costs_what_its_distinct_experts_do():
+    experts = SimulatedExperts(num_experts=8, per_token=2, share=0.5)
+    cost = experts.pass_cost(np.array([1.0, 1.2, 1.2]), np.array([1, 2, 10**6]), rows=1)
+    np.testing.assert_allclose(cost, [1, 0.6 + 0.5 * 1.75, 0.6 + 0.5 * 4])
+    # Four rows read more in a plain pass, and a draft adds less to it.
+    of_four = experts.pass_cost(np.array([1.0, 1.2]), np.array([4, 8]), rows=4)
+    assert of_four[0] == pytest.approx(1)
+    assert of_four[1] < cost[1]

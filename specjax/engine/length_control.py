@@ -107,10 +107,11 @@ def step_record(
 def time_steps(plan: DecodePlan, programs: Programs) -> Iterator[StepRecord]:
     """Time each compiled width, without a draft, and each drafter with a draft of the first width.
 
-    Yields their records, plain steps first. Drafters that draft token by token are timed with one
-    token too, which tells the cost of the first one from that of the others. Rows have
-    different prompts, since equal ones would read the same few experts of a target that has some,
-    and decode in a state of their own, which is dropped.
+    Yields their records, plain steps first. Where rounds are fast, one plain step has a single
+    round, which tells the overhead of a step from its passes. Drafters that draft token by token
+    are timed with one token too, which tells the cost of the first one from that of the others.
+    Rows have different prompts, since equal ones would read the same few experts of a target that
+    has some, and decode in a state of their own, which is dropped.
     """
     params = plan.params
     sampling = SamplingParams(max_new_tokens=INT32_MAX, ignore_eos=True)
@@ -138,14 +139,16 @@ def time_steps(plan: DecodePlan, programs: Programs) -> Iterator[StepRecord]:
         names = controllers.Limits(tuple(longest), tuple(confidence))
         return step_record(plan, names, packed.read(), seconds)
 
-    def measured(limits: StepLimits) -> StepRecord:
+    def measured(limits: StepLimits, rounds: int) -> StepRecord:
         """Return the faster of two steps, the first of which may find caches and threads cold."""
         both = [timed(limits, rounds) for _ in range(2)]
         return min(both, key=lambda record: record.seconds)
 
     rounds = 1 if timed(sleeping, 1).seconds > _SLOW_S else _ROUNDS
+    if rounds > 1:
+        yield measured(sleeping, 1)
     for width in plan.loop.widths:
-        yield measured(sleeping.replace(least_width=np.int32(width)))
+        yield measured(sleeping.replace(least_width=np.int32(width)), rounds)
     short = next((width - 1 for width in plan.loop.widths if width > 1), 0)
     for number, part in enumerate(plan.loop.drafter.parts):
         if not part.num_nodes:
@@ -153,4 +156,4 @@ def time_steps(plan: DecodePlan, programs: Programs) -> Iterator[StepRecord]:
         most = min(short, part.num_nodes)
         for length in sorted({1, most}) if part.stops else [most]:
             longest = np.where(np.arange(len(none)) == number, length, 0).astype(np.int32)
-            yield measured(replace(sleeping, longest=longest))
+            yield measured(replace(sleeping, longest=longest), rounds)

@@ -209,24 +209,25 @@ def simulate(
 
 
 def _timed_steps(simulation: Simulation, rng: np.random.Generator) -> list[StepRecord]:
-    """Return records of the steps that an engine times: each width, and each drafter."""
+    """Return records of the steps that an engine times: plain ones, widths, and drafters."""
     machine, count = simulation.machine, len(simulation.drafters)
     most = max(len(drafter.chances) for drafter in simulation.drafters)
     timed = []
-    for number, width in enumerate(machine.widths):
-        passes = _TIMED_ROUNDS * (np.arange(len(machine.widths)) == number)
+    widths = range(len(machine.widths))
+    for number, rounds in [(0, 1), *((number, _TIMED_ROUNDS) for number in widths)]:
+        width = machine.widths[number]
         record = StepRecord(
             Limits((0,) * count, (0.0,) * count),
             None,
-            passes,
+            rounds * (np.arange(len(machine.widths)) == number),
             *np.zeros((2, count), int),
             *np.zeros((2, count, most), int),
             np.zeros(count, int),
-            _TIMED_ROUNDS * machine.rows,
+            rounds * machine.rows,
         )
         tokens = min(width, 2) if machine.timed_alike else machine.rows * width
         cost = machine.pass_costs(np.array([number]), np.array([tokens]))[0]
-        timed.append((record, _TIMED_ROUNDS * float(cost)))
+        timed.append((record, rounds * float(cost)))
     for number, drafter in enumerate(simulation.drafters):
         short = min(machine.widths[1] - 1, len(drafter.chances))
         for length in {1, short} if drafter.stops else {short}:
