@@ -396,21 +396,27 @@ def test_no_credit_is_no_trial():
     assert steps
 
 
-@pytest.mark.parametrize("experts", [SimulatedExperts(), *slow(SimulatedExperts(256, 8, 0.8))])
-@pytest.mark.parametrize(("clock", "most"), [("5 ms", 2), (ACCELERATOR, 5)])
-def test_experts_are_known_from_timed_passes(experts, clock, most):
-    """Timed passes over different tokens suffice; passes over equal ones mislead for long."""
+@pytest.mark.parametrize(
+    ("clock", "drafter", "rows", "experts"),
+    [
+        (ACCELERATOR, "eagle3", 8, SimulatedExperts(256, 8, 0.8)),
+        ("50 ms", "dynamic tree", 8, SimulatedExperts(32, 4)),
+        *slow((ACCELERATOR, "ngram + eagle3", 8, SimulatedExperts(256, 8, 0.8))),
+    ],
+)
+def test_experts_are_known_from_timed_passes(clock, drafter, rows, experts):
+    """Timed passes over different tokens suffice; those over equal ones mislead for long.
+
+    Drafts are too long on the accelerator, and none are tried on the CPU.
+    """
 
     def lost(timed_alike):
-        regrets = []
-        for drafter, rows in (("eagle3", 1), ("eagle3", 8), ("token_recycling", 4)):
-            run = simulation(drafter, clock, rows, experts=experts, timed_alike=timed_alike)
-            steps = [simulate(Auto(), run, seed, 1, costs_known=True) for seed in range(3)]
-            regrets += [100 * regret(run, each) for each in steps]
-        return np.mean(regrets)
+        run = simulation(drafter, clock, rows, experts=experts, timed_alike=timed_alike)
+        steps = [simulate(Auto(), run, seed, 1, costs_known=True) for seed in range(4)]
+        return 100 * np.mean([regret(run, each) for each in steps])
 
-    assert lost(False) <= most
-    assert lost(True) > 2 * lost(False)
+    assert lost(False) <= 4
+    assert lost(True) >= 8
 
 
 def test_a_pass_costs_what_its_distinct_experts_do():
