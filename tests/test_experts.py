@@ -29,6 +29,7 @@ from specjax.models.layers import experts as expert_layers
 from specjax.models.layers.experts import Routes, StackedExperts, mix, route
 from specjax.models.mtp import MtpModules
 from specjax.theory import ExpertShape
+from specjax.tuning import measure_expert_use
 
 NUM, PER_TOKEN, WIDTH, HIDDEN = 8, 2, 12, 10
 CONFIG = DecoderConfig(
@@ -444,3 +445,20 @@ def test_timed_passes_read_as_many_experts_as_drafts(monkeypatch):
             width = plan.loop.widths[int(np.argmax(record.passes))]
             assert np.mean(read) > 0.7 * shape.distinct(4 * width), width
         read.clear()
+
+
+def test_measured_use_is_that_of_the_routers():
+    """The feature counts what passes choose; a run's first token uses K experts in each layer."""
+    model = random_model(CONFIG, 0)
+    rng = np.random.default_rng(0)
+    texts = [rng.integers(0, 40, count).tolist() for count in (30, 21, 3)]
+    use = measure_expert_use(model, texts, longest=5)
+    assert use.share.shape == (2, NUM, 5)
+    assert use.distinct(1) == pytest.approx(PER_TOKEN)
+    assert PER_TOKEN < use.distinct(5) <= NUM
+    # A text's routes do not depend on what it is measured with.
+    alone = [measure_expert_use(model, [text], longest=5).share for text in texts[:2]]
+    np.testing.assert_allclose(use.share, (26 * alone[0] + 17 * alone[1]) / 43)
+    dense = random_model(dataclasses.replace(CONFIG, experts=None, family="llama"), 0)
+    with pytest.raises(InputError, match="it has no experts; use a model with experts"):
+        measure_expert_use(dense, texts)
