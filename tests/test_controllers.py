@@ -23,6 +23,7 @@ from specjax.controllers.cost_estimates import count_work, initial_costs, learn_
 from specjax.controllers.throughput import Estimates, highest_rates
 from specjax.testing.controller_simulation import (
     SimulatedDrafter,
+    SimulatedExperts,
     changes,
     plain_seconds,
     regret,
@@ -393,3 +394,36 @@ def test_lengths_of_controllers_are_checked(make, message, monkeypatch):
 def test_no_credit_is_no_trial():
     steps = simulate(Auto(first_credit=0, trial_share=0), BOTH.over(64), 0)
     assert steps
+
+
+@pytest.mark.parametrize(
+    ("clock", "drafter", "rows", "experts"),
+    [
+        (ACCELERATOR, "eagle3", 8, SimulatedExperts(256, 8, 0.8)),
+        ("50 ms", "dynamic tree", 8, SimulatedExperts(32, 4)),
+        *slow((ACCELERATOR, "ngram + eagle3", 8, SimulatedExperts(256, 8, 0.8))),
+    ],
+)
+def test_experts_are_known_from_timed_passes(clock, drafter, rows, experts):
+    """Timed passes over different tokens suffice; those over equal ones mislead for long.
+
+    Drafts are too long on the accelerator, and none are tried on the CPU.
+    """
+
+    def lost(timed_alike):
+        run = simulation(drafter, clock, rows, experts=experts, timed_alike=timed_alike)
+        steps = [simulate(Auto(), run, seed, 1, costs_known=True) for seed in range(4)]
+        return 100 * np.mean([regret(run, each) for each in steps])
+
+    assert lost(False) <= 4
+    assert lost(True) >= 8
+
+
+def test_a_pass_costs_what_its_distinct_experts_do():
+    experts = SimulatedExperts(num_experts=8, per_token=2, share=0.5)
+    cost = experts.pass_cost(np.array([1.0, 1.2, 1.2]), np.array([1, 2, 10**6]), rows=1)
+    np.testing.assert_allclose(cost, [1, 0.6 + 0.5 * 1.75, 0.6 + 0.5 * 4])
+    # Four rows read more in a plain pass, and a draft adds less to it.
+    of_four = experts.pass_cost(np.array([1.0, 1.2]), np.array([4, 8]), rows=4)
+    assert of_four[0] == pytest.approx(1)
+    assert of_four[1] < cost[1]

@@ -679,8 +679,9 @@ def test_costs_are_known_before_the_first_token(tiny):
     with Engine(tiny, drafter=drafter, num_speculative_tokens="auto", **options) as engine:
         timed = engine.compile().timed
         widths = engine.plan.loop.widths
-        assert [np.flatnonzero(one.passes).tolist() for one in timed[:-1]] == [[0], [1], [2]]
-        assert [one.limits.longest for one in timed] == [(0,)] * len(widths) + [(2,)]
+        assert [np.flatnonzero(one.passes).tolist() for one in timed[:-1]] == [[0], [0], [1], [2]]
+        assert [one.rounds for one in timed] == [1] + [4] * (len(widths) + 1)
+        assert [one.limits.longest for one in timed] == [(0,)] * (1 + len(widths)) + [(2,)]
         assert timed[-1].ran.sum() == timed[-1].rounds
         assert engine._control.state.costs_measured
         before = list(timed)

@@ -13,15 +13,23 @@ from test_sharding import collectives
 from tiny_models import mtp_head
 
 from specjax.distributed import sharding
+from specjax.engine.length_control import time_steps
+from specjax.engine.options import DecodeOptions
+from specjax.engine.plan import plan_requests
+from specjax.engine.programs import compile_plan
 from specjax.errors import InputError
 from specjax.loading.checkpoints import save_checkpoint
 from specjax.loading.load import load_model, place_model, random_model, save_model
 from specjax.loading.quantize import float_model, is_quantized, quantized_model
 from specjax.methods.heads.complete_parameters import complete_parameters
+from specjax.methods.make import make_drafter
 from specjax.models.config import Attention, DecoderConfig, Experts
 from specjax.models.form import Form
+from specjax.models.layers import experts as expert_layers
 from specjax.models.layers.experts import Routes, StackedExperts, mix, route
 from specjax.models.mtp import MtpModules
+from specjax.theory import ExpertShape
+from specjax.tuning import measure_expert_use
 
 NUM, PER_TOKEN, WIDTH, HIDDEN = 8, 2, 12, 10
 CONFIG = DecoderConfig(
@@ -410,3 +418,47 @@ def test_what_a_config_cannot_say_is_not_saved(tmp_path):
     model = random_model(CONFIG, 0, dtype="float32")
     with pytest.raises(InputError, match="attention=|experts="):
         save_model(model, tmp_path / "model")
+
+
+def test_timed_passes_read_as_many_experts_as_drafts(monkeypatch):
+    """Costs that a controller learns before the first token hold for rows and drafts that differ.
+
+    Equal tokens would use the experts of one, and the pass seem cheaper than it ever is.
+    """
+    read = []
+
+    def counted(h, routes, stacked, *rest, **more):
+        used = jnp.zeros(stacked.down.shape[1], bool).at[routes.experts.reshape(-1)].set(True)
+        jax.debug.callback(lambda used: read.append(int(used.sum())), used)
+        return mix(h, routes, stacked, *rest, **more)
+
+    monkeypatch.setattr(expert_layers, "mix", counted)
+    sizes = Experts(64, 2, HIDDEN)
+    model = random_model(dataclasses.replace(CONFIG, experts=sizes, vocab_size=509), 0)
+    shape = ExpertShape(64, 2, HIDDEN)
+    drafter = make_drafter("ngram", model, num_speculative_tokens=4)
+    options = DecodeOptions(batch_size=4, num_speculative_tokens="auto")
+    plan, _ = plan_requests(model, [[1, 2]] * 4, drafter=drafter, options=options)
+    for record in time_steps(plan, compile_plan(plan)):
+        jax.effects_barrier()
+        if not any(record.limits.longest):
+            width = plan.loop.widths[int(np.argmax(record.passes))]
+            assert np.mean(read) > 0.7 * shape.distinct(4 * width), width
+        read.clear()
+
+
+def test_measured_use_is_that_of_the_routers():
+    """The feature counts what passes choose; a run's first token uses K experts in each layer."""
+    model = random_model(CONFIG, 0)
+    rng = np.random.default_rng(0)
+    texts = [rng.integers(0, 40, count).tolist() for count in (30, 21, 3)]
+    use = measure_expert_use(model, texts, longest=5)
+    assert use.share.shape == (2, NUM, 5)
+    assert use.distinct(1) == pytest.approx(PER_TOKEN)
+    assert PER_TOKEN < use.distinct(5) <= NUM
+    # A text's routes do not depend on what it is measured with.
+    alone = [measure_expert_use(model, [text], longest=5).share for text in texts[:2]]
+    np.testing.assert_allclose(use.share, (26 * alone[0] + 17 * alone[1]) / 43)
+    dense = random_model(dataclasses.replace(CONFIG, experts=None, family="llama"), 0)
+    with pytest.raises(InputError, match="it has no experts; use a model with experts"):
+        measure_expert_use(dense, texts)

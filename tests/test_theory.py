@@ -115,7 +115,12 @@ SCALES = {
         "weight_bits": (6.0, 16.0),
         "draft_weight_bits": (4.5, 9.0),
     },
-    "weight_bytes": {"tokens": (1, 5), "itemsize": (2, 4), "weight_bits": (6.0, 16.0)},
+    "weight_bytes": {
+        "tokens": (1, 5),
+        "rows": (1, 8),
+        "itemsize": (2, 4),
+        "weight_bits": (6.0, 16.0),
+    },
     "stored_bits": {
         "bits": (4, 8.0),
         "group": (32, 4096),
@@ -502,3 +507,73 @@ def test_a_roofline_with_a_draft_in_fewer_bits():
     same = theory.roofline(LLAMA_3_8B, "h200", draft_cost=LLAMA_3_8B, weight_bits=6, **where)
     assert same.break_even_alpha == np.inf
     assert same.speedup < 1
+
+
+def routed(rng, tokens, repeats):
+    """Experts [T, M, K] of a text: each token repeats those of the one before at some rate."""
+    chosen = [[rng.permutation(16)[:2] for _ in range(3)]]
+    for _ in range(tokens - 1):
+        new = [rng.permutation(16)[:2] for _ in range(3)]
+        chosen.append(chosen[-1] if rng.random() < repeats else new)
+    return np.array(chosen)
+
+
+def test_the_use_of_experts_by_independent_tokens_is_the_formula():
+    rng = np.random.default_rng(0)
+    even = theory.ExpertShape(16, 2, 8)
+    use = theory.ExpertUse.count([routed(rng, 4000, 0.0) for _ in range(2)], 16, longest=4)
+    counted = dataclasses.replace(even, use=use)
+    assert use.share.shape == (3, 16, 4)
+    for tokens, rows in ((0, 3), (1, 1), (4, 1), (2, 3), (7, 2)):
+        expected = even.distinct(tokens, rows)
+        assert counted.distinct(tokens, rows) == pytest.approx(expected, rel=0.02), (tokens, rows)
+        assert even.distinct(tokens * rows) == pytest.approx(expected)
+    table = counted.distinct(np.arange(1, 5)[:, None], np.array([1, 8]))
+    assert table.shape == (4, 2)
+    assert (np.diff(table, axis=0) > 0).all()
+    assert (np.diff(table, axis=1) > 0).all()
+
+
+def test_the_use_of_experts_by_hand():
+    """Two runs of two tokens, in one layer of four experts."""
+    use = theory.ExpertUse.count([np.array([0, 1, 1])[:, None, None]], 4, longest=2)
+    np.testing.assert_allclose(use.share[0], [[0.5, 0.5], [0.5, 1], [0, 0], [0, 0]])
+    assert (use.distinct(1), use.distinct(2)) == (1, 1.5)
+    assert use.distinct(1, 2) == 1.5  # each of two experts is missed by both rows in a quarter
+    assert use.distinct(2, 2) == 1.75
+    assert use.distinct(4) == use.distinct(2, 2)
+
+
+def test_similar_neighbors_make_verifying_cheaper():
+    rng = np.random.default_rng(1)
+    shape = dataclasses.replace(MIXTRAL, experts=theory.ExpertShape(16, 2, 14336))
+    speedups, trees = [], []
+    for repeats in (0.0, 0.7):
+        use = theory.ExpertUse.count([routed(rng, 3000, repeats)], 16, longest=5)
+        counted = dataclasses.replace(shape, experts=dataclasses.replace(shape.experts, use=use))
+        speedups.append(theory.roofline(counted, "h200", 1, 1000, 4, 0.8).speedup)
+        rates = [[0.6, 0.1]] * 4
+        tree = theory.roofline_tree(counted, "h200", rates, batch=1, context=1000)
+        trees.append(tree.tree.topology.num_nodes)
+    plain = theory.roofline(shape, "h200", 1, 1000, 4, 0.8).speedup
+    assert speedups[0] == pytest.approx(plain, rel=0.02)
+    assert speedups[1] > 1.3 * plain
+    assert trees[1] > trees[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: theory.ExpertUse.count([np.zeros((3, 1, 2), int)], 4, longest=4), "none has 4"),
+        (lambda: theory.ExpertUse.count([np.full((9, 1, 2), 4)], 4), "experts from 0 to 3"),
+        (lambda: theory.ExpertShape(4, 2, 16, use=3), "use = 3: give an ExpertUse"),
+        (
+            lambda: theory.ExpertShape(8, 2, 16, use=theory.ExpertUse(np.zeros((1, 4, 1)))),
+            "use: it counts 4 experts; give one of num_experts = 8",
+        ),
+    ],
+)
+def test_the_use_of_experts_is_checked(make, message, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    with pytest.raises(InputError, match=message):
+        make()

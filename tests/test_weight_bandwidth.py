@@ -36,7 +36,7 @@ def shape_of(config: DecoderConfig) -> ModelShape:
     sizes = {name: getattr(config, name) for name in names if hasattr(config, name)}
     if config.experts is not None:
         fields = [field.name for field in dataclasses.fields(ExpertShape)]
-        kept = {name: getattr(config.experts, name) for name in fields}
+        kept = {name: getattr(config.experts, name) for name in fields if name != "use"}
         sizes["experts"] = ExpertShape(**kept)
     return ModelShape(**sizes)
 

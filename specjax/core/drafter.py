@@ -52,8 +52,8 @@ class StepLimits:
     `longest` is the number of tokens of a chain, or of a tree's first nodes; a drafter with 0 does
     not run. A drafter that drafts token by token stops if the most likely next token has a
     probability below `confidence`. A pass has at least `least_width` slots, whatever is drafted:
-    this is for measuring what passes cost, and rows then decode nonsense where a pass resumes that
-    of a drafter.
+    this is for measuring what passes cost. Unused slots then have different tokens, as a draft has,
+    and rows decode nonsense where a pass resumes that of a drafter.
     """
 
     longest: Int[Array | np.ndarray, "drafters"]

@@ -23,6 +23,9 @@ from specjax.core.turn_taking import Proposal
 from specjax.core.verify import VerifiedDraft, verify_draft
 from specjax.trees import Draft
 
+_STRIDE = 7919
+"""The distance between the ids of tokens that are to differ: a prime, larger than many batches."""
+
 
 def one_round(
     plan: LoopPlan, params: Any, state: State, limits: StepLimits | None = None
@@ -143,8 +146,21 @@ def propose(plan: LoopPlan, params: Any, state: State, limits: StepLimits) -> Pr
     if (allowed := allowed_nodes(plan.processors, state.processors, draft)) is not None:
         within &= allowed
     valid = draft.topology.close(draft.valid & within)
-    draft = draft.replace(valid=valid, tokens=jnp.where(valid, draft.tokens, 0))
+    # Where a width is timed, unused slots read the experts that a draft of that width would.
+    is_timed = limits.least_width > 1
+    unused = jnp.where(is_timed, different_tokens(*valid.shape, plan.target.vocab_size), 0)
+    draft = draft.replace(valid=valid, tokens=jnp.where(valid, draft.tokens, unused))
     return proposal._replace(draft=draft)
+
+
+def different_tokens(rows: int, count: int, vocab_size: int) -> Int[Array, "B N"]:
+    """Return `count` tokens per row, all different in a large vocabulary.
+
+    Passes that are timed need them: equal tokens use the same experts, and only the experts that
+    some token uses are read.
+    """
+    numbers = jnp.arange(rows * count, dtype=jnp.int32).reshape(rows, count)
+    return _STRIDE * (1 + numbers) % vocab_size
 
 
 def _truncate(

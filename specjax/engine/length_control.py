@@ -13,6 +13,7 @@ import numpy as np
 from specjax import controllers
 from specjax.controllers import LearnsCosts, StepRecord
 from specjax.core.drafter import StepLimits
+from specjax.core.round import different_tokens
 from specjax.core.state import Seen
 from specjax.distributed import processes
 from specjax.engine.plan import DecodePlan
@@ -25,8 +26,8 @@ _ROUNDS = 4
 """The rounds of a timed step where a round is fast; one where it is slow."""
 _SLOW_S = 0.1
 """The seconds of a plain round from which on rounds are slow."""
-_PROMPT = (1, 1)
-"""The tokens of the rows that are timed: two, since some heads draft nothing after one."""
+_PROMPT_TOKENS = 2
+"""How often a timed row's token is repeated: twice, as some heads draft nothing after one."""
 
 
 class LengthControl:
@@ -106,13 +107,16 @@ def step_record(
 def time_steps(plan: DecodePlan, programs: Programs) -> Iterator[StepRecord]:
     """Time each compiled width, without a draft, and each drafter with a draft of the first width.
 
-    Yields their records, plain steps first. Drafters that draft token by token are timed with one
-    token too, which tells the cost of the first one from that of the others. All rows decode a
-    prompt of two tokens in a state of their own, which is dropped.
+    Yields their records, plain steps first. Where rounds are fast, one plain step has a single
+    round, which tells the overhead of a step from its passes. Drafters that draft token by token
+    are timed with one token too, which tells the cost of the first one from that of the others.
+    Rows have different prompts, since equal ones would read the same few experts of a target that
+    has some, and decode in a state of their own, which is dropped.
     """
     params = plan.params
     sampling = SamplingParams(max_new_tokens=INT32_MAX, ignore_eos=True)
-    rows = [Request(0, _PROMPT, sampling)] * plan.num_rows
+    tokens = different_tokens(plan.num_rows, 1, plan.loop.target.vocab_size).tolist()
+    rows = [Request(0, (token,) * _PROMPT_TOKENS, sampling) for (token,) in tokens]
     # What the rows decode does not matter, so that their first token stays unread.
     state = programs.empty(params, *row_arguments(plan, rows))
     ended, everyone = np.zeros(plan.num_rows, bool), np.int32(plan.num_rows + 1)
@@ -135,14 +139,16 @@ def time_steps(plan: DecodePlan, programs: Programs) -> Iterator[StepRecord]:
         names = controllers.Limits(tuple(longest), tuple(confidence))
         return step_record(plan, names, packed.read(), seconds)
 
-    def measured(limits: StepLimits) -> StepRecord:
+    def measured(limits: StepLimits, rounds: int) -> StepRecord:
         """Return the faster of two steps, the first of which may find caches and threads cold."""
         both = [timed(limits, rounds) for _ in range(2)]
         return min(both, key=lambda record: record.seconds)
 
     rounds = 1 if timed(sleeping, 1).seconds > _SLOW_S else _ROUNDS
+    if rounds > 1:
+        yield measured(sleeping, 1)
     for width in plan.loop.widths:
-        yield measured(sleeping.replace(least_width=np.int32(width)))
+        yield measured(sleeping.replace(least_width=np.int32(width)), rounds)
     short = next((width - 1 for width in plan.loop.widths if width > 1), 0)
     for number, part in enumerate(plan.loop.drafter.parts):
         if not part.num_nodes:
@@ -150,4 +156,4 @@ def time_steps(plan: DecodePlan, programs: Programs) -> Iterator[StepRecord]:
         most = min(short, part.num_nodes)
         for length in sorted({1, most}) if part.stops else [most]:
             longest = np.where(np.arange(len(none)) == number, length, 0).astype(np.int32)
-            yield measured(replace(sleeping, longest=longest))
+            yield measured(replace(sleeping, longest=longest), rounds)

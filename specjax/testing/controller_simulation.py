@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Bool, Int, Real
 
 from specjax.controllers.base import Controller, DrafterSizes, Limits, StepRecord, StepSizes
+from specjax.theory import ExpertShape
 
 _TIMED_ROUNDS = 4
 """The rounds of a step that an engine times after compiling."""
@@ -50,13 +51,40 @@ class SimulatedDrafter:
 
 
 @dataclass(frozen=True)
+class SimulatedExperts:
+    """Experts of a target, which a pass reads in proportion to the distinct ones of its tokens.
+
+    `share` is their part of the time of a pass over one token, which uses `per_token` of them.
+    Tokens are independent. Unused slots have one token, so that they use the experts of one.
+    """
+
+    num_experts: int = 128
+    per_token: int = 8
+    share: float = 0.6
+
+    def pass_cost(
+        self, dense: Real[np.ndarray, "*A"], tokens: Int[np.ndarray, "*A"], rows: int
+    ) -> Real[np.ndarray, "*A"]:
+        """Return the costs of passes over `tokens` different tokens of all rows, in plain passes.
+
+        `dense` is what such a pass costs without experts. A plain pass has `rows` tokens.
+        """
+        shape = ExpertShape(self.num_experts, self.per_token, 1)
+        read = np.asarray(shape.distinct(tokens)) / self.per_token
+        plain = 1 - self.share + self.share * shape.distinct(rows) / self.per_token
+        return ((1 - self.share) * dense + self.share * read) / plain
+
+
+@dataclass(frozen=True)
 class Machine:
     """The costs of a machine: a plain pass in seconds, everything else in plain passes.
 
     `noise` is a relative standard deviation; a fraction `outliers` of steps takes `outlier` times
     as long. From the middle of the run, all costs are multiplied by `later` and drafting costs also
     by `drafting`. `first_run` is the relative extra time of the first run of a width or a drafter;
-    the clock includes it, but regret does not, since no controller could avoid it.
+    the clock includes it, but regret does not, since no controller could avoid it. With `experts`,
+    `passes` are the costs of all else. If `timed_alike`, all rows and unused slots of the steps
+    that an engine times have equal tokens, so that these read the experts of few.
     """
 
     widths: tuple[int, ...]
@@ -72,6 +100,19 @@ class Machine:
     dispatch_s: float = 0.0
     wide_is_cheap: bool = False
     first_run: float = 0.0
+    experts: SimulatedExperts | None = None
+    timed_alike: bool = False
+
+    def pass_costs(
+        self, width: Int[np.ndarray, "A"], tokens: Int[np.ndarray, "A"]
+    ) -> Real[np.ndarray, "A"]:
+        """Return the costs of passes in plain passes.
+
+        `width` is the index of their compiled widths, and `tokens` how many different tokens they
+        have in all rows.
+        """
+        dense = np.array(self.passes)[width]
+        return dense if self.experts is None else self.experts.pass_cost(dense, tokens, self.rows)
 
 
 @dataclass(frozen=True)
@@ -150,8 +191,8 @@ def simulate(
         machine = simulation.machine
         limits, rounds, state = controller.choose(state, machine.rows, simulation.most_rounds)
         assert 1 <= rounds <= simulation.most_rounds
-        record = _draw_step(drafters, machine, limits, rounds, rng)
-        clock_s = dearer * _seconds(drafters, machine, record)
+        record, passes = _draw_step(drafters, machine, limits, rounds, rng)
+        clock_s = dearer * _seconds(drafters, machine, record, passes)
         clock_s += dearer * machine.first_run * _first_runs(drafters, machine, record, *new)
         new = new[0] * (record.passes == 0), new[1] * (record.ran == 0)
         clock_s *= np.exp(machine.noise * rng.normal())
@@ -168,31 +209,38 @@ def simulate(
 
 
 def _timed_steps(simulation: Simulation, rng: np.random.Generator) -> list[StepRecord]:
-    """Return records of the steps that an engine times: each width, and each drafter."""
+    """Return records of the steps that an engine times: plain ones, widths, and drafters."""
     machine, count = simulation.machine, len(simulation.drafters)
     most = max(len(drafter.chances) for drafter in simulation.drafters)
-    records = [
-        StepRecord(
+    timed = []
+    widths = range(len(machine.widths))
+    for number, rounds in [(0, 1), *((number, _TIMED_ROUNDS) for number in widths)]:
+        width = machine.widths[number]
+        record = StepRecord(
             Limits((0,) * count, (0.0,) * count),
             None,
-            _TIMED_ROUNDS * (np.arange(len(machine.widths)) == number),
+            rounds * (np.arange(len(machine.widths)) == number),
             *np.zeros((2, count), int),
             *np.zeros((2, count, most), int),
             np.zeros(count, int),
-            _TIMED_ROUNDS * machine.rows,
+            rounds * machine.rows,
         )
-        for number in range(len(machine.widths))
-    ]
+        tokens = min(width, 2) if machine.timed_alike else machine.rows * width
+        cost = machine.pass_costs(np.array([number]), np.array([tokens]))[0]
+        timed.append((record, rounds * float(cost)))
     for number, drafter in enumerate(simulation.drafters):
         short = min(machine.widths[1] - 1, len(drafter.chances))
         for length in {1, short} if drafter.stops else {short}:
             longest = [length * (index == number) for index in range(count)]
             limits = Limits(tuple(longest), (0.0,) * count)
-            records.append(_draw_step(simulation.drafters, machine, limits, _TIMED_ROUNDS, rng))
-    clock = (_seconds(simulation.drafters, machine, record) for record in records)
-    noise = np.exp(machine.noise * rng.normal(size=len(records)))
-    pairs = zip(records, clock, noise.tolist(), strict=True)
-    return [replace(record, seconds=seconds * factor) for record, seconds, factor in pairs]
+            alike = machine.timed_alike
+            timed.append(
+                _draw_step(simulation.drafters, machine, limits, _TIMED_ROUNDS, rng, alike)
+            )
+    clock = (_seconds(simulation.drafters, machine, *step) for step in timed)
+    noise = np.exp(machine.noise * rng.normal(size=len(timed)))
+    triples = zip(timed, clock, noise.tolist(), strict=True)
+    return [replace(record, seconds=seconds * factor) for (record, _), seconds, factor in triples]
 
 
 def regret(simulation: Simulation, steps: list[Step]) -> float:
@@ -248,17 +296,22 @@ def expected_round(
 ) -> tuple[float, float]:
     """Return the mean tokens of all rows in a round, and its mean cost in plain passes."""
     rounds = _SAMPLE // machine.rows
-    record = _draw_step(drafters, machine, limits, rounds, np.random.default_rng(0))
-    seconds = _seconds(drafters, replace(machine, constant=0.0), record) / machine.plain_s
+    record, passes = _draw_step(drafters, machine, limits, rounds, np.random.default_rng(0))
+    free = replace(machine, constant=0.0)
+    seconds = _seconds(drafters, free, record, passes) / machine.plain_s
     tokens = record.row_rounds + int(record.accepted.sum())
     return tokens / rounds, seconds / rounds
 
 
-def _seconds(drafters: tuple[SimulatedDrafter, ...], machine: Machine, record: StepRecord) -> float:
-    """Return the seconds that a step costs, given the record of what it ran."""
+def _seconds(
+    drafters: tuple[SimulatedDrafter, ...], machine: Machine, record: StepRecord, passes: float
+) -> float:
+    """Return the seconds that a step costs, given the record of what it ran.
+
+    `passes` is what its passes cost, in plain passes.
+    """
     first = np.array([drafter.first for drafter in drafters])
     further = np.array([drafter.further for drafter in drafters])
-    passes = record.passes @ np.array(machine.passes)
     drafting = record.ran @ first + record.further @ further
     return float(machine.plain_s * (machine.constant + passes + drafting))
 
@@ -282,8 +335,12 @@ def _draw_step(
     limits: Limits,
     rounds: int,
     rng: np.random.Generator,
-) -> StepRecord:
-    """Return the record of a step with random drafts, without its seconds."""
+    alike: bool = False,
+) -> tuple[StepRecord, float]:
+    """Return the record of a step with random drafts, without its seconds, and its passes' cost.
+
+    If `alike`, the drafts of all rows have the same tokens.
+    """
     rows, most = machine.rows, max(len(drafter.chances) for drafter in drafters)
     waiting = np.ones((rounds, rows), bool)
     used = np.zeros((rounds, rows), int)
@@ -305,7 +362,9 @@ def _draw_step(
         used = np.where(turn, length, used)
         waiting &= ~turn
     slots = np.searchsorted(machine.widths, 1 + used.max(axis=1))
-    return StepRecord(
+    tokens = 1 + used.max(axis=1) if alike else rows + used.sum(axis=1)
+    tokens += rows + used.sum(axis=1) < rows * np.array(machine.widths)[slots]
+    record = StepRecord(
         limits=limits,
         seconds=None,
         passes=np.bincount(slots, minlength=len(machine.widths)),
@@ -316,6 +375,7 @@ def _draw_step(
         turns=turns,
         row_rounds=rounds * rows,
     )
+    return record, float(machine.pass_costs(slots, tokens).sum())
 
 
 def _draw_drafts(

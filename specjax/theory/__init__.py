@@ -8,6 +8,7 @@
     pass_seconds, memory, roofline         of a `ModelShape` on a `Chip`, from data sheets
     MODELS["llama-3.1-8b"], CHIPS["h200"]  published sizes of both, by name
     roofline_tree                          the fastest token tree on a chip
+    ExpertUse.count(texts, num_experts)    how many experts passes read, from a router's choices
     stored_bits(bits, group=32)            bits per weight, including its share of the scales
     weight_bytes(shape, tokens=1)          weights that a pass reads, in bytes
 
@@ -44,6 +45,7 @@ from specjax.theory.expected_speedup import (
     optimal_k,
     speedup,
 )
+from specjax.theory.expert_use import ExpertUse
 from specjax.theory.published_models import MODELS
 from specjax.theory.trees import roofline_tree
 
@@ -52,6 +54,7 @@ __all__ = [
     "MODELS",
     "Chip",
     "ExpertShape",
+    "ExpertUse",
     "Memory",
     "ModelShape",
     "RecurrentShape",

@@ -18,6 +18,7 @@ from specjax.theory.argument_checks import (
     unwrap,
 )
 from specjax.theory.expected_speedup import expected_tokens, least_alpha
+from specjax.theory.expert_use import ExpertUse
 
 
 def stored_bits(bits: Real, *, group: Count, numbers: Count = 1, number_bits: Count = 32) -> Result:
@@ -40,7 +41,8 @@ class ExpertShape:
     """The sizes of a mixture of experts, which replaces the MLP after the first `num_dense` layers.
 
     Each token uses `per_token` of `num_experts` (E) gated MLPs of width `intermediate_size`, and a
-    shared one of width `shared_size` if that is not 0.
+    shared one of width `shared_size` if that is not 0. `use` says how often each expert is used;
+    without it loads are even, and tokens independent.
     """
 
     num_experts: int
@@ -48,23 +50,37 @@ class ExpertShape:
     intermediate_size: int
     shared_size: int = 0
     num_dense: int = 0
+    use: ExpertUse | None = None
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
+        for field in dataclasses.fields(self)[:-1]:
             least = 0 if field.name in ("shared_size", "num_dense") else 1
             checked_count(field.name, getattr(self, field.name), least)
         if self.per_token > self.num_experts:
             raise InputError(
                 f"per_token = {self.per_token}: give at most num_experts = {self.num_experts}"
             )
+        if not isinstance(self.use, ExpertUse | None):
+            raise InputError(f"use = {shown(self.use)}: give an ExpertUse, or None")
+        if self.use is not None and self.use.share.shape[1] != self.num_experts:
+            raise InputError(
+                f"use: it counts {self.use.share.shape[1]} experts; give one of"
+                f" num_experts = {self.num_experts}"
+            )
 
-    def distinct(self, tokens: Count) -> Result:
-        """Return the expected number of experts per layer that `tokens` independent tokens use.
+    def distinct(self, tokens: Count, rows: Count = 1) -> Result:
+        """Return the expected number of experts per layer that `tokens` tokens of each row use.
 
-        This is E (1 - (1 - per_token / E)^tokens). Consecutive tokens of a text use fewer.
+        This is `use.distinct`, or without `use` that of independent tokens, E (1 - (1 - per_token /
+        E)^(tokens rows)). Consecutive tokens of a text use fewer.
         """
+        if self.use is not None:
+            return self.use.distinct(tokens, rows)
+        check_broadcast(tokens=tokens, rows=rows)
         tokens = np.asarray(checked_count("tokens", tokens, 0), np.float64)
-        missed = (1.0 - self.per_token / self.num_experts) ** tokens
+        missed = (1.0 - self.per_token / self.num_experts) ** (
+            tokens * checked_count("rows", rows, 0)
+        )
         return unwrap(self.num_experts * (1.0 - missed))
 
 
@@ -211,13 +227,13 @@ class ModelShape:
         every = self.experts.num_experts if self.experts else 0
         return int(self._weights(every)) + self._norms() + tables
 
-    def num_read_params(self, tokens: Count = 1) -> Result:
-        """Return the number of parameters read by a pass over `tokens` tokens of all rows together.
+    def num_read_params(self, tokens: Count = 1, rows: Count = 1) -> Result:
+        """Return the number of parameters read by a pass over `tokens` tokens of each row.
 
         These are all parameters except an untied input embedding, which is indexed, and unused
         experts (`ExpertShape.distinct`).
         """
-        used = self.experts.distinct(tokens) if self.experts else 0
+        used = self.experts.distinct(tokens, rows) if self.experts else 0
         return self._weights(used) + self._norms() + self.vocab_size * self.hidden_size
 
     def num_matmul_params(self) -> int:
@@ -412,10 +428,11 @@ def weight_bytes(
     shape: ModelShape,
     *,
     tokens: Count = 1,
+    rows: Count = 1,
     itemsize: Count = 2,
     weight_bits: Real | None = None,
 ) -> Result:
-    """Return the bytes of weights that a pass over `tokens` tokens of all rows together reads.
+    """Return the bytes of weights that a pass over `tokens` tokens of each of `rows` rows reads.
 
     It is `ModelShape.num_read_params` times the bytes of a weight, so it leaves out an untied input
     embedding and unused experts; keys and values come on top. Times passes per second it is the
@@ -423,9 +440,10 @@ def weight_bytes(
     overrides `itemsize`, which is in bytes.
     """
     _check_shape("shape", shape)
-    check_broadcast(tokens=tokens, itemsize=itemsize, weight_bits=weight_bits)
+    check_broadcast(tokens=tokens, rows=rows, itemsize=itemsize, weight_bits=weight_bits)
     bits = np.asarray(_weight_bits(weight_bits, checked_count("itemsize", itemsize, 1)))
-    return unwrap(shape.num_read_params(checked_count("tokens", tokens, 1)) * bits / 8)
+    tokens, rows = checked_count("tokens", tokens, 1), checked_count("rows", rows, 1)
+    return unwrap(shape.num_read_params(tokens, rows) * bits / 8)
 
 
 def pass_seconds(
@@ -458,7 +476,7 @@ def pass_seconds(
     context = np.asarray(checked_count("context", context, 0))
     itemsize = checked_count("itemsize", itemsize, 1)
     read_bytes = np.asarray(
-        weight_bytes(shape, tokens=batch * tokens, itemsize=itemsize, weight_bits=weight_bits)
+        weight_bytes(shape, tokens=tokens, rows=batch, itemsize=itemsize, weight_bits=weight_bits)
     )
     tokens, batch = tokens.astype(np.float64), batch.astype(np.float64)
     seen_tokens = np.asarray(shape.seen_tokens(context))

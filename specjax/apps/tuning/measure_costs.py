@@ -20,7 +20,7 @@ from jaxtyping import Array, Int
 
 from specjax.core.language_model import LanguageModel
 from specjax.core.plan import LoopPlan
-from specjax.core.round import propose
+from specjax.core.round import different_tokens, propose
 from specjax.core.state import State
 from specjax.engine.plan import DecodePlan
 from specjax.engine.programs import row_arguments, start
@@ -58,9 +58,8 @@ def widths_seconds(
         return argmax(result.logits).astype(tokens.dtype)
 
     def call(width: int) -> Callable[[], Any]:
-        # Tokens differ, since only the experts that some token uses are read.
-        tokens = 7919 * jnp.arange(1, batch * width + 1, dtype=jnp.int32) % model.vocab_size
-        return _loop(once, tokens.reshape(batch, width), params, cache, repeats=_REPEATS)
+        tokens = different_tokens(batch, width, model.vocab_size)
+        return _loop(once, tokens, params, cache, repeats=_REPEATS)
 
     LOGGER.info("compiling passes over %s tokens", ", ".join(map(str, widths)))
     seconds = median_seconds(*map(call, widths))

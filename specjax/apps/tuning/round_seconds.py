@@ -16,6 +16,7 @@ from specjax.core.drafter import Context, Noise
 from specjax.core.initial_state import empty_state
 from specjax.core.loop import run as run_rounds
 from specjax.core.plan import LoopPlan
+from specjax.core.round import different_tokens
 from specjax.core.state import Rounds
 from specjax.drafters import Drafter
 from specjax.engine.options import DecodeOptions
@@ -27,10 +28,6 @@ from specjax.trees import Draft, Topology
 
 _ROUNDS = 4
 """The number of rounds that are timed together."""
-_STRIDE = 7919
-"""The distance between token ids, which must differ since only experts that some token uses are
-read.
-"""
 
 
 def new_tokens(depth: int) -> int:
@@ -62,8 +59,8 @@ def rounds_seconds(
             f"widths={tuple(widths)}: the topology has {topology.num_nodes} nodes; give one of "
             f"{max(widths) - 1}"
         )
-    vocab = target.config.vocab_size
-    prompts = [[1] * (context - 1) + [_STRIDE * (row + 1) % vocab] for row in range(batch_size)]
+    last = different_tokens(batch_size, 1, target.config.vocab_size).tolist()
+    prompts = [[1] * (context - 1) + token for token in last]
     sampling = SamplingParams(max_new_tokens=new_tokens(topology.depth), ignore_eos=True)
     # One cache is passed from call to call and updated in place, as in decoding.
     cache: KVCache | None = None
@@ -145,9 +142,8 @@ class FreeTree(Drafter):
         """Return all nodes within each row's limit; siblings and rows have distinct tokens."""
         del params, noise
         shape = (len(context.length), self.num_nodes)
-        tokens = 1 + jnp.arange(shape[0] * shape[1], dtype=jnp.int32).reshape(shape)
         return Draft(
-            tokens=_STRIDE * tokens % context.target.vocab_size,
+            tokens=different_tokens(*shape, context.target.vocab_size),
             valid=jnp.asarray(self.topology.depths[1:])[None] <= context.limit[:, None],
             logq_row=jnp.full(shape, -1, jnp.int32),
             logq=None,
