@@ -19,6 +19,7 @@ from specjax.methods.eagle.head import Eagle, EagleConfig, default_taps
 from specjax.methods.heads.complete_parameters import complete_parameters
 from specjax.methods.heads.head import Head, TargetMetadata
 from specjax.methods.medusa.head import Medusa, MedusaConfig
+from specjax.methods.peagle.head import PEagleConfig
 from specjax.models.config import Attention
 from specjax.models.mtp import MtpConfig, MtpModules
 from specjax.models.parameters import Parameter
@@ -90,6 +91,20 @@ def eagle_head(target, version=3, vocabulary=None, seed=0, spread=1.0, **flags):
     ids = None if vocabulary is None else some_ids(target, vocabulary, seed)
     kind = "eagle3" if version == 3 else "eagle"
     return Head(kind, config, params, ids, TargetMetadata.of(target))
+
+
+def peagle_config(target, vocabulary=None, num_layers=1, **flags):
+    like = eagle_config(target, vocabulary=vocabulary, **flags)
+    fields = {field.name: getattr(like, field.name) for field in dataclasses.fields(like)}
+    fields["decoder"] = dataclasses.replace(like.decoder, num_layers=num_layers)
+    return PEagleConfig(**fields, mask_token_id=target.config.vocab_size - 2)
+
+
+def peagle_head(target, vocabulary=None, num_layers=1, seed=0, spread=1.0, **flags):
+    config = peagle_config(target, vocabulary, num_layers, **flags)
+    params = noisy(config.parameter_table(), seed, spread)
+    ids = None if vocabulary is None else some_ids(target, vocabulary, seed)
+    return Head("peagle", config, params, ids, TargetMetadata.of(target))
 
 
 def mtp_config(target, num_modules=1, vocabulary=None, decoder=None, **conventions):
