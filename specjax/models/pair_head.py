@@ -184,7 +184,7 @@ class PairHead:
         window: Window,
         start: Int[Array, ""] | int,
         visible: Bool[Array, "#B T W"],
-        only: Int[Array, "B *Q"] | None = None,
+        only: Int[Array, "B"] | Int[Array, "B Q"] | None = None,
         layer: int = 0,
     ) -> tuple[Float[Array, "B Q D"], Window]:
         """Run a module over T pairs; return its outputs, and the window with those pairs written.

@@ -91,8 +91,8 @@ class PEagleDrafter(EagleDrafter):
         )
         # Masks follow a row's last pair, although their slots come after those of all pairs. A slot
         # without a pair attends to itself, since an empty attention would give NaN.
-        after = jnp.where(step < pairs, step, step - pairs + count)
-        exists = (step < count) | (step >= pairs)
+        after = jnp.where((step < pairs)[None], step[None], (step - pairs)[None] + count)
+        exists = (step[None] < count) | (step >= pairs)[None]
         seen = causal(step, slots) & exists[:, None] | jnp.eye(slots, dtype=bool)[None]
         last = jnp.clip(count - 1, 0, pairs - 1)
         output, window = head.extend(

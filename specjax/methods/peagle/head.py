@@ -113,7 +113,7 @@ class PEagle(Eagle):
         window: Window,
         start: Int[Array, ""] | int,
         visible: Bool[Array, "#B T W"],
-        only: Int[Array, "B *Q"] | None = None,
+        only: Int[Array, "B"] | Int[Array, "B Q"] | None = None,
         layer: int = 0,
     ) -> tuple[Float[Array, "B Q D"], Window]:
         """Run the layers from `layer` on over T pairs; return outputs and window as `PairHead`."""
