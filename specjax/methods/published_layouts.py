@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -23,8 +24,12 @@ from specjax.methods.heads.checkpoint import CONFIG, Checkpoint, read_checkpoint
 from specjax.methods.heads.head import Head, TargetMetadata, check_head, check_same
 from specjax.methods.heads.published_layout import PublishedLayout
 from specjax.methods.medusa import layout as medusa
+from specjax.methods.peagle import layout as peagle
 
-LAYOUTS: tuple[PublishedLayout, ...] = (*medusa.LAYOUTS, *eagle.LAYOUTS, *block.LAYOUTS)
+LAYOUTS: tuple[PublishedLayout, ...] = tuple(
+    # P-EAGLE's files have all that EAGLE-3's have.
+    itertools.chain(medusa.LAYOUTS, peagle.LAYOUTS, eagle.LAYOUTS, block.LAYOUTS)
+)
 FORMATS = tuple(dict.fromkeys(layout.name for layout in LAYOUTS))
 _NOTES = "specjax"
 

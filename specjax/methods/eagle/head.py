@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -68,7 +68,7 @@ class EagleConfig(EagleShape, HeadConfig):
     target_hidden_size: int
     draft_vocab_size: int
     taps: tuple[str, ...]
-    most_layers: ClassVar[int] = 1
+    most_layers = 1  # without a type, since it is no field
 
     def __post_init__(self) -> None:
         if self.version not in (1, 3):

@@ -9,7 +9,7 @@ layer is EAGLE-3's; further ones are Llama's.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -34,7 +34,7 @@ class PEagleConfig(EagleConfig):
     """
 
     mask_token_id: Annotated[int, Whole(0)]
-    most_layers: ClassVar[int] = 1024
+    most_layers = 1024
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -60,8 +60,9 @@ class PEagleConfig(EagleConfig):
         first by their numbers.
         """
         table = super().parameter_table()
-        shape = (len(self.taps) * self.target_hidden_size,)
-        table["mask"] = {"features": Parameter(shape, (None,))}
+        # The axes are those of files.
+        shape = (1, 1, len(self.taps) * self.target_hidden_size)
+        table["mask"] = {"features": Parameter(shape, (None, None, None))}
         layers = decoder_table(self.decoder, scan_layers=False)["layers"]
         if further := {number: layer for number, layer in layers.items() if number != "0"}:
             table["layers"] = further
@@ -82,8 +83,7 @@ class PEagle(Eagle):
         self, params: dict[str, Any], *shape: int
     ) -> tuple[Int[Array, "B T"], Float[Array, "B T D"]]:
         """Return tokens and hidden states of masks, [B, T] = `shape`."""
-        taps = jnp.split(params["mask"]["features"], len(self.config.taps))
-        taps = (tap[None, None].astype(self.dtype) for tap in taps)
+        taps = jnp.split(params["mask"]["features"], len(self.config.taps), axis=2)
         fused = self.fuse(params, dict(zip(self.config.taps, taps, strict=True)))
         tokens = jnp.full(shape, self.config.mask_token_id, jnp.int32)
         return tokens, jnp.broadcast_to(fused, (*shape, fused.shape[2]))

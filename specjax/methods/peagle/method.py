@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from specjax.methods.eagle.method import EAGLE3
 from specjax.methods.heads.own_cache import check_window
 from specjax.methods.method import Method, Needs, Training, VllmMethod
 from specjax.methods.peagle.drafter import PEagleDrafter
@@ -14,6 +15,6 @@ PEAGLE = Method(
     needs=Needs.HEAD,
     head=PEagleConfig,
     check=check_window,
-    vllm=VllmMethod(),
+    vllm=VllmMethod(parallel_of=EAGLE3.name),
     training=(Training(KIND, "train.peagle", "configs/train_peagle.py"),),
 )

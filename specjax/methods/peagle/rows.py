@@ -33,8 +33,8 @@ def run_depths(
     tokens, pairs = jnp.roll(tokens, -1, axis=1), head.fuse(params, features)
     mask_tokens, further = head.masks(params, size, count * masks)
     seen = jnp.take_along_axis(visible, rows[:, :, None], axis=1)
-    after = jnp.take_along_axis(positions, rows, axis=1)[:, :, None] + jnp.arange(1, depths)
-    after = after.reshape(size, -1)
+    after = jnp.take_along_axis(positions, rows, axis=1)[:, :, None]
+    after = (after + jnp.arange(1, depths)[None, None]).reshape(size, -1)
     inside = jnp.tril(jnp.ones((masks, masks), bool))
 
     def grouped(mask: Bool[Array, "B X T"], copies: int) -> Bool[Array, "B 1 XH T"]:
