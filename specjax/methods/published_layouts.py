@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -26,9 +25,11 @@ from specjax.methods.heads.published_layout import PublishedLayout
 from specjax.methods.medusa import layout as medusa
 from specjax.methods.peagle import layout as peagle
 
-LAYOUTS: tuple[PublishedLayout, ...] = tuple(
-    # P-EAGLE's files have all that EAGLE-3's have.
-    itertools.chain(medusa.LAYOUTS, peagle.LAYOUTS, eagle.LAYOUTS, block.LAYOUTS)
+LAYOUTS: tuple[PublishedLayout, ...] = (
+    *medusa.LAYOUTS,
+    *eagle.LAYOUTS,
+    *peagle.LAYOUTS,
+    *block.LAYOUTS,
 )
 FORMATS = tuple(dict.fromkeys(layout.name for layout in LAYOUTS))
 _NOTES = "specjax"

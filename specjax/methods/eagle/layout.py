@@ -100,6 +100,8 @@ def _without_map(head: Head, target: Model, format: str) -> Head:
     return head
 
 
+MASK = "mask_hidden"
+"""A tensor of heads with masks, whose layouts are otherwise the same."""
 # EAGLE's code for Qwen2 copies the target's type; its layer is Llama's with biases.
 MODEL_TYPES = "llama", "qwen2"
 ONE_LAYER = config_fields.layers(LLAMA, MODEL_TYPES, "layer is Llama's", most=1)
@@ -201,7 +203,7 @@ EAGLE3 = PublishedLayout(
     name="eagle3",
     kind="eagle3",
     config=EagleConfig,
-    signs=Signs((r"midlayer\..*|.*\.hidden_norm\.weight",)),
+    signs=Signs((r"midlayer\..*|.*\.hidden_norm\.weight",), MASK),
     fields={
         _SECTION: (
             HeadPart(_read_section),
@@ -251,7 +253,7 @@ OF_SPECULATORS = config_fields.speculators(
 SPECULATORS = replace(
     EAGLE3,
     name="speculators",
-    signs=Signs(without=r"hidden_norm\.weight", key=config_fields.OF_SPECULATORS),
+    signs=Signs(without=rf"hidden_norm\.weight|{MASK}", key=config_fields.OF_SPECULATORS),
     fields={
         config_fields.LAYERS: (*_LAYER, HeadPart(write=_write_count)),
         "": (

@@ -20,7 +20,7 @@ from specjax.methods.heads.config_fields import Export, HeadFields, HeadPart
 from specjax.methods.heads.published_layout import PublishedLayout, decoder_tensors
 from specjax.methods.peagle.head import KIND, PEagleConfig
 
-_MASK, _MASK_TOKEN = "mask_hidden", ("ptd_token_id", "pard_token", "mask_token_id")
+_MASK_TOKEN = ("ptd_token_id", "pard_token", "mask_token_id")
 _OF_TRAINING = "num_depths", "para_num", "down_sample_ratio", "down_sample_ratio_min", "loss_type"
 _INSTEAD = {
     eagle.ONE_LAYER: config_fields.layers(LLAMA, eagle.MODEL_TYPES, "layers are Llama's"),
@@ -38,7 +38,7 @@ def _read(fields: HeadFields, known: Values) -> Values:
     for name in stated[1:]:
         fields.agree(name, token, f"{stated[0]} has {token}; repair config.json")
     fields.only("parallel_drafting", True)
-    fields.tensors[_MASK] = fields.tensors[_MASK].reshape(1, 1, -1)
+    fields.tensors[eagle.MASK] = fields.tensors[eagle.MASK].reshape(1, 1, -1)
     return {"mask_token_id": token}
 
 
@@ -57,7 +57,7 @@ def _of(layout: PublishedLayout, token: str) -> PublishedLayout:
         layout,
         kind=KIND,
         config=PEagleConfig,
-        signs=layout.signs._replace(names=(*layout.signs.names, _MASK)),
+        signs=layout.signs._replace(names=(*layout.signs.names, eagle.MASK), without=None),
         fields={
             **fields,
             "": (*fields[""], HeadPart(_read, write), config_fields.ignored(*_OF_TRAINING)),
@@ -65,7 +65,7 @@ def _of(layout: PublishedLayout, token: str) -> PublishedLayout:
         tensors=(
             *layout.tensors,
             *(entry for entry in further if entry.path[0] == "layers"),
-            TensorEntry(_MASK, ("mask", "features")),
+            TensorEntry(eagle.MASK, ("mask", "features")),
         ),
         what="a head's layers",
     )
