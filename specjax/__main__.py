@@ -26,6 +26,7 @@ COMMANDS = (
     "train.features",
     "train.medusa",
     "train.eagle",
+    "train.peagle",
     "train.distill",
     "train.block",
     "train.layerskip",

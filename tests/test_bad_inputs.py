@@ -43,6 +43,7 @@ from train import (
     layerskip,
     medusa,
     mtp,
+    peagle,
 )
 from train.generation import answers
 from train.methods import losses
@@ -63,6 +64,7 @@ COMMANDS = {
     "train.corpus": (corpus.main, fields_of(CorpusConfig), "corpus.py"),
     "train.medusa": (medusa.main, fields_of(medusa.Config), "train_medusa2.py"),
     "train.eagle": (eagle.main, fields_of(eagle.Config), "train_eagle3.py"),
+    "train.peagle": (peagle.main, fields_of(peagle.Config), "train_peagle.py"),
     "train.block": (block.main, fields_of(block.Config), "train_dflash.py"),
     "train.distill": (distill.main, fields_of(distill.Config), "train_distill.py"),
     "train.layerskip": (layerskip.main, fields_of(layerskip.Config), "train_layerskip.py"),
@@ -224,7 +226,8 @@ def test_every_field(command, parts, folder, capsys, monkeypatch):
         monkeypatch.setattr(f"{module}.load_model", None)
     # absl writes the whole config down as a flag's default, which takes most of the time.
     monkeypatch.setattr(ml_collections.ConfigDict, "__str__", lambda self: "a config")
-    if command in ("train.block", "train.eagle", "train.distill", "train.layerskip", "train.mtp"):
+    trained = "block", "eagle", "peagle", "distill", "layerskip", "mtp"
+    if command in [f"train.{name}" for name in trained]:
         # What all methods share is tried with one of them.
         shared = {**fields_of(TrainingConfig), "model": None}
         kinds = {name: kind for name, kind in kinds.items() if kind != shared.get(name)}

@@ -19,6 +19,7 @@ from tiny_models import (
     eagle_head,
     medusa_head,
     noisy_medusa_head,
+    peagle_head,
 )
 
 from specjax.errors import InputError
@@ -54,6 +55,11 @@ FORMS = {
             norm_output=True,
             own_embedding=True,
         ),
+    ),
+    "peagle": ("peagle", lambda t: peagle_head(t, vocabulary=VOCABULARY, num_layers=3)),
+    "peagle_of_speculators": (
+        "speculators",
+        lambda t: peagle_head(t, num_layers=2, norm_before_residual=True, own_embedding=True),
     ),
     "dflash_causal": ("dflash", lambda t: block_head(t, causal=True)),
     "dflash2": (

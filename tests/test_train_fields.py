@@ -11,7 +11,7 @@ from toy_training import config_of, get_config, read
 from specjax.apps.command_line.config_file import read_config
 from specjax.errors import InputError
 from specjax.fields import Number, Whole
-from train import block, distill, eagle, layerskip, medusa, mtp
+from train import block, distill, eagle, layerskip, medusa, mtp, peagle
 from train.run import run
 from train.run.config import read_training_config
 
@@ -107,6 +107,7 @@ def test_folders_that_are_not_named(tmp_path):
         ("train_medusa", medusa),
         ("train_medusa2", medusa),
         ("train_mtp", mtp),
+        ("train_peagle", peagle),
     ],
 )
 def test_every_size_is_complete_without_flags(name, module, size, tmp_path, monkeypatch):

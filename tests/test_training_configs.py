@@ -12,7 +12,7 @@ from specjax import make_drafter
 from specjax.apps.run import decode
 from specjax.loading.load import load_model, save_model
 from specjax.methods.saved_heads import read_head
-from train import block, corpus, distill, eagle, layerskip, medusa, mtp
+from train import block, corpus, distill, eagle, layerskip, medusa, mtp, peagle
 from train.data.examples import Example, target_metadata
 from train.data.write_responses import write_responses
 from train.run import run
@@ -21,6 +21,11 @@ CONV = "--config.block.conv_group_size=2"
 RUNS = {
     "train_eagle1": (eagle, "eagle", ["--config.eagle.draft_vocab_size=40"]),
     "train_eagle3": (eagle, "eagle3", ["--config.eagle.draft_vocab_size=40"]),
+    "train_peagle": (
+        peagle,
+        "peagle",
+        ["--config.eagle.draft_vocab_size=40", "--config.eagle.num_layers=2"],
+    ),
     "train_distill": (
         distill,
         "draft_model",

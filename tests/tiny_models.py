@@ -19,6 +19,7 @@ from specjax.methods.eagle.head import Eagle, EagleConfig, default_taps
 from specjax.methods.heads.complete_parameters import complete_parameters
 from specjax.methods.heads.head import Head, TargetMetadata
 from specjax.methods.medusa.head import Medusa, MedusaConfig
+from specjax.methods.peagle.head import PEagle, PEagleConfig
 from specjax.models.config import Attention
 from specjax.models.mtp import MtpConfig, MtpModules
 from specjax.models.parameters import Parameter
@@ -92,6 +93,20 @@ def eagle_head(target, version=3, vocabulary=None, seed=0, spread=1.0, **flags):
     return Head(kind, config, params, ids, TargetMetadata.of(target))
 
 
+def peagle_config(target, vocabulary=None, num_layers=1, **flags):
+    like = eagle_config(target, vocabulary=vocabulary, **flags)
+    fields = {field.name: getattr(like, field.name) for field in dataclasses.fields(like)}
+    fields["decoder"] = dataclasses.replace(like.decoder, num_layers=num_layers)
+    return PEagleConfig(**fields, mask_token_id=target.config.vocab_size - 1)
+
+
+def peagle_head(target, vocabulary=None, num_layers=1, seed=0, spread=1.0, **flags):
+    config = peagle_config(target, vocabulary, num_layers, **flags)
+    params = noisy(config.parameter_table(), seed, spread)
+    ids = None if vocabulary is None else some_ids(target, vocabulary, seed)
+    return Head("peagle", config, params, ids, TargetMetadata.of(target))
+
+
 def mtp_config(target, num_modules=1, vocabulary=None, decoder=None, **conventions):
     return MtpConfig(
         decoder=decoder or target.config.one_layer(),
@@ -120,6 +135,10 @@ def mtp_drafter(target, **options):
 
 def eagle_drafter(target, **options):
     return head_drafter(eagle_head(target, **options), target)
+
+
+def peagle_drafter(target, **options):
+    return head_drafter(peagle_head(target, **options), target)
 
 
 def block_config(target, vocabulary=None, num_layers=2, **options):
@@ -210,7 +229,8 @@ def draft_logits(head, target, seed=0):
     if isinstance(head.config, BlockConfig):
         return np.asarray(_block_logits(BlockHead(head.config, target.dtype), params, features))[0]
     tokens = rng.integers(0, head.config.decoder.vocab_size, (1, _PAIRS + 1))
-    eagle = Eagle(head.config, target.dtype)
+    functions = PEagle if isinstance(head.config, PEagleConfig) else Eagle
+    eagle = functions(head.config, target.dtype)
     return np.asarray(_eagle_logits(eagle, params, features, jnp.asarray(tokens, jnp.int32)))[0]
 
 

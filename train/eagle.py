@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, Any
+
+import numpy as np
 
 from specjax.apps.command_line.command import use_compilation_cache
 from specjax.errors import InputError
@@ -69,7 +71,22 @@ def make_method(
     `label_loss` replaces the config's loss of each label. Raises InputError for settings that do
     not fit `target`.
     """
-    section, num_kv_heads = config.eagle, config.eagle.num_kv_heads
+    draft_ids, fields = head_fields(target, vocabulary, config.eagle)
+    loss = with_label_loss(config.loss, label_loss)
+    multiply, start = multiply_dtype(config.dtype), config.eagle.start
+    return eagle_method(
+        target, EagleConfig(**fields), draft_ids, loss, start=start, multiply=multiply
+    )
+
+
+def head_fields(
+    target: Model, vocabulary: Vocabulary, section: EagleSection
+) -> tuple[np.ndarray | None, dict[str, Any]]:
+    """Return the token ids of a section's head, None for all, and the fields of its config.
+
+    Raises InputError for settings that do not fit `target`.
+    """
+    num_kv_heads = section.num_kv_heads
     taps = section.taps
     if not taps:
         version_1 = section.shape.version == 1
@@ -84,16 +101,13 @@ def make_method(
             )
         decoder = replace(decoder, num_kv_heads=num_kv_heads)
     draft_ids = vocabulary(section.draft_vocab_size)
-    shape = EagleConfig(
+    return draft_ids, dict(
         decoder=decoder,
         target_hidden_size=target.config.hidden_size,
         draft_vocab_size=target.config.vocab_size if draft_ids is None else len(draft_ids),
         taps=taps,
         **vars(section.shape),
     )
-    loss = with_label_loss(config.loss, label_loss)
-    multiply = multiply_dtype(config.dtype)
-    return eagle_method(target, shape, draft_ids, loss, start=section.start, multiply=multiply)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -49,13 +49,14 @@ class VllmMethod:
     `keys` are the keys that no other method takes, each with the kind of its value, or None if the
     drafter's options check it. The value of `length_key` is the draft length if none is given.
     `options` returns the drafter's options for the given values of `keys`; such a method copies
-    tokens and takes no model.
+    tokens and takes no model. With `parallel_drafting` the method `parallel_of` means this one.
     """
 
     aliases: tuple[str, ...] = ()
     ending: str = ""
     keys: Mapping[str, Kind | None] = field(default_factory=dict)
     length_key: str = ""
+    parallel_of: str = ""
     options: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
 
 

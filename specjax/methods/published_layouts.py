@@ -23,8 +23,14 @@ from specjax.methods.heads.checkpoint import CONFIG, Checkpoint, read_checkpoint
 from specjax.methods.heads.head import Head, TargetMetadata, check_head, check_same
 from specjax.methods.heads.published_layout import PublishedLayout
 from specjax.methods.medusa import layout as medusa
+from specjax.methods.peagle import layout as peagle
 
-LAYOUTS: tuple[PublishedLayout, ...] = (*medusa.LAYOUTS, *eagle.LAYOUTS, *block.LAYOUTS)
+LAYOUTS: tuple[PublishedLayout, ...] = (
+    *medusa.LAYOUTS,
+    *eagle.LAYOUTS,
+    *peagle.LAYOUTS,
+    *block.LAYOUTS,
+)
 FORMATS = tuple(dict.fromkeys(layout.name for layout in LAYOUTS))
 _NOTES = "specjax"
 

@@ -23,6 +23,7 @@ from specjax.methods.method import Method
 from specjax.methods.mtp import MTP
 from specjax.methods.ngram import NGRAM
 from specjax.methods.none import NONE
+from specjax.methods.peagle.method import PEAGLE
 from specjax.methods.quantized import QUANTIZED
 from specjax.methods.simulated import SIMULATED
 from specjax.methods.sparse_kv import SPARSE_KV
@@ -45,6 +46,7 @@ METHODS: dict[str, Method] = {
         MEDUSA,
         EAGLE,
         EAGLE3,
+        PEAGLE,
         MTP,
         DFLASH,
         DSPARK,

@@ -14,7 +14,7 @@ from typing import Any
 
 from specjax.core.drafter import LoadedDrafter
 from specjax.errors import InputError, shown
-from specjax.fields import Whole, optional
+from specjax.fields import Flag, Whole, optional
 from specjax.files.json_files import parse_json
 from specjax.files.path_checks import user_path
 from specjax.loading.model import Model
@@ -42,6 +42,7 @@ _KEYS = (
     "num_speculative_tokens_per_batch_size",
     "rejection_sample_method",
     "draft_sample_method",
+    "parallel_drafting",
     *(key for method in METHODS.values() for key in method.vllm.keys),
 )
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -62,7 +63,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "kv_cache_dtype": ("auto",),
     "max_model_len": (),
     "moe_backend": ("auto",),
-    "parallel_drafting": (False,),
     "quantization": (),
     "revision": (),
     "speculative_token_tree": (),
@@ -108,7 +108,7 @@ def from_vllm_speculative_config(config: Mapping[str, Any] | str, target: Model)
     unsupported or inconsistent with the method.
     """
     settings = _parse(config)
-    method = _method(settings, target)
+    method = _in_parallel(settings, _method(settings, target))
     length = _whole(settings, "num_speculative_tokens")
     if length is None and (own := _own_config(method, target)) is not None:
         length = own.num_modules
@@ -179,6 +179,18 @@ def _method(settings: dict[str, Any], target: Model) -> Method:
         if ending and isinstance(name, str) and name.endswith(ending):
             return method
     raise _fail(settings, "method", f"is not supported; use {', '.join(METHODS)}")
+
+
+def _in_parallel(settings: dict[str, Any], method: Method) -> Method:
+    """Return the method that a method means with `parallel_drafting`, if that is set."""
+    if not Flag().check(
+        "speculative_config.parallel_drafting", settings.get("parallel_drafting", False)
+    ):
+        return method
+    for other in METHODS.values():
+        if other.vllm.parallel_of and method.name in (other.name, other.vllm.parallel_of):
+            return other
+    raise _fail(settings, "parallel_drafting", f"is not supported for {method.name}; leave it out")
 
 
 def _method_of(model: Any, target: Model) -> Method:

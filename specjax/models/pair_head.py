@@ -184,34 +184,37 @@ class PairHead:
         window: Window,
         start: Int[Array, ""] | int,
         visible: Bool[Array, "#B T W"],
-        only: Int[Array, "B"] | None = None,
+        only: Int[Array, "B"] | Int[Array, "B Q"] | None = None,
+        layer: int = 0,
     ) -> tuple[Float[Array, "B Q D"], Window]:
         """Run a module over T pairs; return its outputs, and the window with those pairs written.
 
         The pairs fill slots start..start+T of the window and attend to those that `visible` allows.
-        With `only`, each row returns the output of one pair, at that index (Q = 1; otherwise Q =
-        T); keys and values of all pairs are written.
+        With `only`, each row returns the outputs of the pairs at its indices (one if it is a
+        number; without it Q = T); keys and values of all pairs are written, as those of `layer`.
         """
         residual, attended = self.inputs(params, tokens, hidden, positions)
         query, key, value, gate = self.heads(params, attended, positions)
         key, value = cache.rounded(key), cache.rounded(value)
         window = window.replace(
-            k=write_window(window.k, key, 0, start), v=write_window(window.v, value, 0, start)
+            k=write_window(window.k, key, layer, start),
+            v=write_window(window.v, value, layer, start),
         )
         if window.positions is not None:
             written = lax.dynamic_update_slice(window.positions, positions, (0, start))
             window = window.replace(positions=written)
         if only is not None:
-            visible = jnp.broadcast_to(visible, (only.shape[0], *visible.shape[1:]))
+            only = only.reshape(len(only), -1)
+            visible = jnp.broadcast_to(visible, (len(only), *visible.shape[1:]))
             residual, positions, visible, gate = jax.tree.map(
                 lambda array: jnp.take_along_axis(
-                    array, only.reshape(-1, *[1] * (array.ndim - 1)), axis=1
+                    array, only.reshape(*only.shape, *[1] * (array.ndim - 2)), axis=1
                 ),
                 (residual, positions, visible, gate),
             )
             of_pairs = query.reshape(*query.shape[:2], tokens.shape[1], -1, query.shape[-1])
-            chosen = jnp.take_along_axis(of_pairs, only.reshape(-1, 1, 1, 1, 1), axis=2)
-            query = chosen[:, :, 0]
+            chosen = jnp.take_along_axis(of_pairs, only[:, None, :, None, None], axis=2)
+            query = chosen.reshape(*query.shape[:2], -1, query.shape[-1])
         decoder = self._decoder
         repeats, limits = decoder.config.num_heads // decoder.cached_heads, {}
         if self.sliding_window is not None:
@@ -219,7 +222,7 @@ class PairHead:
             limits = {"oldest": jnp.repeat(oldest, repeats, axis=1)}
         seen = jnp.repeat(visible, repeats, axis=1)[:, None]
         attend = attention(self.form, decoder.config, cache, positions.shape[1], self.shards > 1)
-        mixed = attend(query, cache, window, 0, seen, **limits)
+        mixed = attend(query, cache, window, layer, seen, **limits)
         output, _ = self.finish(params, residual, mixed, gate)
         return output, window
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from conftest import tiny_config
 from decoding import Shifting, random_distribution
-from tiny_models import block_head, eagle_head, medusa_head, mtp_head
+from tiny_models import block_head, eagle_head, medusa_head, mtp_head, peagle_head
 
 from specjax.core.drafter import LoadedDrafter
 from specjax.drafters import (
@@ -180,6 +180,7 @@ MAKERS = {
     "medusa": of_head(medusa_head, heads=2, original_lm_head=False, spread=3.0),
     "eagle": of_head(eagle_head, version=1, spread=0.5),
     "eagle3": eagle3,
+    "peagle": of_head(peagle_head, num_layers=2, spread=0.5),
     "mtp": of_head(mtp_head, num_modules=2),
     "dflash": of_head(block_head, spread=0.5),
     "dspark": of_head(block_head, spread=0.5, markov_rank=2),

@@ -275,6 +275,13 @@ def features_of_the_position_before(real, params, state, context, accepted):
     return real(params, state, context, accepted.replace(features=moved))
 
 
+def masks_that_see_refused_pairs(real, params, state, context, accepted):
+    """The keys that are kept are right; what comes after them also saw pairs of refused tokens."""
+    every = jnp.where(accepted.count > 0, accepted.tokens.shape[1], 0)
+    later = real(params, state, context, accepted.replace(count=every))
+    return real(params, state, context, accepted).replace(outputs=later.outputs)
+
+
 def prompts_alone(real, params, state, context, accepted):
     return real(params, state, context, accepted) if accepted.tokens.shape[1] > 9 else state
 
@@ -286,6 +293,7 @@ def prompts_alone(real, params, state, context, accepted):
         ("draft_model", "dynamic", prompts_alone),
         ("eagle3", "merged", features_of_the_position_before),
         ("eagle3", "turns", prompts_alone),
+        ("peagle", "chain", masks_that_see_refused_pairs),
     ],
 )
 def test_states_that_do_not_follow_are_found(method, topology, observe):

@@ -7,6 +7,7 @@ several draft steps that read the head's own outputs ("training-time test").
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -39,7 +40,7 @@ from train.methods.losses import (
 from train.methods.method import Measures, Method, measure
 from train.methods.packed_rows import ahead, at_rows, label_ahead
 from train.methods.target_layers import last_layer, with_kv_heads
-from train.methods.unroll import unroll
+from train.methods.unroll import DraftStep, unroll
 
 START = Choice(("target", "last_layer", "random"))
 """The initial weights of a new head: copies of the target's beside random weights, exactly the
@@ -92,13 +93,15 @@ def eagle_method(
     *,
     start: str = "target",
     multiply: Any = None,
+    functions: type[Eagle] = Eagle,
+    drafts: Callable[..., Iterable[DraftStep]] = unroll,
 ) -> Method:
     """Return a method that trains an EAGLE head for a frozen target.
 
     `draft_ids` are the token ids that the head drafts, None for all. `start` is one of `START`;
-    `multiply` is the dtype of products.
+    `multiply` is the dtype of products. `functions` are the head's, and `drafts` its draft steps.
     """
-    head = Eagle(config, jnp.dtype(jnp.float32), multiply)
+    head = functions(config, jnp.dtype(jnp.float32), multiply)
     ids = None if draft_ids is None else jnp.asarray(draft_ids)
 
     def init(key: Key[Array, ""]) -> dict[str, Any]:
@@ -111,7 +114,7 @@ def eagle_method(
         params: Any, target_params: Any, batch: Batch, key: Key[Array, ""] | None
     ) -> tuple[Float[Array, ""], Measures]:
         params = {**params, "shared": share(target_params, ids, head=config.shares_output)}
-        return eagle_loss(head, params, target_params, ids, batch, key, loss)
+        return eagle_loss(head, params, target_params, ids, batch, key, loss, drafts)
 
     def head_of(params: Any, training: dict[str, Any]) -> Head:
         return Head(config.kind, config, params, draft_ids, TargetMetadata.of(target), training)
@@ -155,7 +158,7 @@ def from_target(
             f"num_kv_heads={num_kv_heads}: {start} repeats the target's {shape.num_kv_heads}; use "
             "a multiple of them, or start=random"
         )
-    if config.decoder != replace(shape, num_kv_heads=num_kv_heads):
+    if replace(config.decoder, num_layers=1) != replace(shape, num_kv_heads=num_kv_heads):
         raise InputError(f"{start}: the head's layer has another shape; use start=random")
     last = last_layer(target)
     width = shape.hidden_size
@@ -220,6 +223,7 @@ def eagle_loss(
     batch: Batch,
     key: Key[Array, ""] | None,
     loss: EagleLoss,
+    drafts: Callable[..., Iterable[DraftStep]] = unroll,
 ) -> tuple[Float[Array, ""], Measures]:
     """Return the sum of the loss over the batch's labels, and measures of each draft step.
 
@@ -239,7 +243,7 @@ def eagle_loss(
             taps[name] = value + noise
     columns = share(target_params, draft_ids, head=True)["draft_head"]["kernel"]
     teacher = Teacher.of(batch, columns, draft_ids)
-    steps = list(unroll(head, params, batch, taps, loss.steps))
+    steps = list(drafts(head, params, batch, taps, loss.steps))
     outputs = jnp.stack([step.output for step in steps])
     states = jnp.stack([step.state for step in steps])
     weights = loss.of_drafts(loss.decay, loss.steps)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal
 
 from specjax.errors import InputError, shown
@@ -177,3 +177,15 @@ class TreeKindOfValue:
 
 
 TREE = TreeKindOfValue()
+
+
+def over_marginals(value: Any) -> TreeOptions | RankedTree | DynamicTree | None:
+    """Return a drafter's option `tree` for levels whose distributions are all known at once.
+
+    The default `topk` of a dynamic tree is then `num_nodes`: that is the best tree of all (DDTree,
+    2604.12989).
+    """
+    tree = TREE.check("drafter.tree", value)
+    if isinstance(tree, TreeOptions) and (tree.kind, tree.topk) == ("dynamic", None):
+        return replace(tree, topk=min(tree.num_nodes or USUAL_NODES, MOST_TOPK))
+    return tree

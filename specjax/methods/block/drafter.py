@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int
 from specjax.core.cache import KVCache, commit
 from specjax.core.drafter import Accepted, Context, LoadedDrafter, Noise
 from specjax.core.growth.level import Level
-from specjax.core.growth.tree_options import MOST_TOPK, TREE, USUAL_NODES, TreeOptions
+from specjax.core.growth.tree_options import over_marginals
 from specjax.loading.model import Model
 from specjax.methods.block.head import BlockHead
 from specjax.methods.block.rows import run_blocks
@@ -59,11 +59,8 @@ class BlockDrafter(LayersDrafter):
     head: BlockHead = field(kw_only=False)
 
     def __post_init__(self) -> None:
-        tree, config = TREE.check("drafter.tree", self.tree), self.head.config
-        is_unset = isinstance(tree, TreeOptions) and (tree.kind, tree.topk) == ("dynamic", None)
-        if is_unset and not (config.markov_rank or config.selector_rank):
-            nodes = min(tree.num_nodes or USUAL_NODES, MOST_TOPK)
-            object.__setattr__(self, "tree", replace(tree, topk=nodes))
+        if not (self.head.config.markov_rank or self.head.config.selector_rank):
+            object.__setattr__(self, "tree", over_marginals(self.tree))
         super().__post_init__()
 
     @classmethod

@@ -39,6 +39,34 @@ def run_blocks(
     context = head.context(params, head.fuse(params, features), positions)
     rounded = head.multiply is not None
 
+    def attend_layer(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> Partial:
+        keys, values = context.k[layer], context.v[layer]
+        of_block = key, value, inside, num_blocks
+        return attend_to_row_and_block(query, keys, values, seen, *of_block, rounded=rounded)
+
+    states = head.states(params, tokens, block_positions.reshape(size, -1), attend_layer, slots)
+    states = states.reshape(size, num_blocks, slots, -1)
+    return states[:, :, slots - drafts :]
+
+
+def attend_to_row_and_block(
+    query: Float[Array, "B G AX C"],
+    row_key: Float[Array, "B G T C"],
+    row_value: Float[Array, "B G T C"],
+    seen: Bool[Array, "B 1 AX T"],
+    key: Float[Array, "B AS G C"],
+    value: Float[Array, "B AS G C"],
+    inside: Bool[Array, "1 1 X S"],
+    num_blocks: int,
+    *,
+    rounded: bool,
+) -> Partial:
+    """Return the attention of A blocks of S slots to the keys of their row, and to their own.
+
+    `seen` masks the former, and `inside` the slots of one block. `rounded` is that of `attend`.
+    """
+    size, kv_heads = query.shape[:2]
+
     def by_block(x: Float[Array, "B G AX C"]) -> Float[Array, "BA G X C"]:
         x = x.reshape(size, kv_heads, num_blocks, -1, x.shape[-1])
         return jnp.moveaxis(x, 2, 1).reshape(size * num_blocks, kv_heads, -1, x.shape[-1])
@@ -47,14 +75,7 @@ def run_blocks(
         x = x.reshape(size, num_blocks, kv_heads, -1, x.shape[-1])
         return jnp.moveaxis(x, 1, 2).reshape(size, kv_heads, -1, x.shape[-1])
 
-    def attend_layer(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> Partial:
-        of_features = attend_in_blocks(
-            query, context.k[layer], context.v[layer], seen, rounded=rounded
-        )
-        own_key, own_value = (by_block(x.transpose(0, 2, 1, 3)) for x in (key, value))
-        of_block = attend(by_block(query), own_key, own_value, inside, rounded=rounded)
-        return merge(of_features, Partial(*map(by_row, of_block)))
-
-    states = head.states(params, tokens, block_positions.reshape(size, -1), attend_layer, slots)
-    states = states.reshape(size, num_blocks, slots, -1)
-    return states[:, :, slots - drafts :]
+    of_row = attend_in_blocks(query, row_key, row_value, seen, rounded=rounded)
+    own_key, own_value = (by_block(x.transpose(0, 2, 1, 3)) for x in (key, value))
+    of_block = attend(by_block(query), own_key, own_value, inside, rounded=rounded)
+    return merge(of_row, Partial(*map(by_row, of_block)))

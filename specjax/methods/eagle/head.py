@@ -68,11 +68,12 @@ class EagleConfig(EagleShape, HeadConfig):
     target_hidden_size: int
     draft_vocab_size: int
     taps: tuple[str, ...]
+    most_layers = 1  # without a type, since it is no field
 
     def __post_init__(self) -> None:
         if self.version not in (1, 3):
             raise InputError(f"version={self.version}: use 1 (EAGLE-1 and 2) or 3")
-        if self.decoder.num_layers != 1:
+        if self.decoder.num_layers > self.most_layers:
             raise InputError(f"num_layers={self.decoder.num_layers}: an EAGLE head has one layer")
         if (unlike_llama := self.decoder.unlike_llama) is not None:
             raise InputError(f"{unlike_llama}: an EAGLE head's layer is Llama's; use its values")

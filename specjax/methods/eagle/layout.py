@@ -30,7 +30,7 @@ from specjax.methods.heads.published_layout import Copy, PublishedLayout, Signs,
 from specjax.methods.heads.shared_with_target import target_embedding, target_head
 
 _SECTION, _EMBEDDING = "eagle_config", "embed_tokens.weight"
-_SPECULATIVE_TOKENS = 4
+SPECULATIVE_TOKENS = 4
 _OF_OTHER_TOOLS = {
     "use_aux_hidden_state": (True,),
     "use_input_layernorm_in_first_layer": (True,),
@@ -100,11 +100,12 @@ def _without_map(head: Head, target: Model, format: str) -> Head:
     return head
 
 
+MASK = "mask_hidden"
+"""A tensor of heads with masks, whose layouts are otherwise the same."""
 # EAGLE's code for Qwen2 copies the target's type; its layer is Llama's with biases.
-_LAYER = (
-    HeadPart(_read_bias),
-    config_fields.layers(LLAMA, ("llama", "qwen2"), "layer is Llama's", most=1),
-)
+MODEL_TYPES = "llama", "qwen2"
+ONE_LAYER = config_fields.layers(LLAMA, MODEL_TYPES, "layer is Llama's", most=1)
+_LAYER = HeadPart(_read_bias), ONE_LAYER
 _EAGLE1 = PublishedLayout(
     name="eagle",
     kind="eagle",
@@ -198,11 +199,11 @@ _EAGLE3_FIELDS = (
     HeadPart(_read_eagle3),
     config_fields.unwritten(config_fields.TARGET_DEPTH),
 )
-_EAGLE3 = PublishedLayout(
+EAGLE3 = PublishedLayout(
     name="eagle3",
     kind="eagle3",
     config=EagleConfig,
-    signs=Signs((r"midlayer\..*|.*\.hidden_norm\.weight",)),
+    signs=Signs((r"midlayer\..*|.*\.hidden_norm\.weight",), MASK),
     fields={
         _SECTION: (
             HeadPart(_read_section),
@@ -246,16 +247,17 @@ def _write_count(export: Export) -> dict[str, Any]:
     return {} if count == 3 else {eagle3_layer_ids.COUNT: count}
 
 
-_SPECULATORS = replace(
-    _EAGLE3,
+OF_SPECULATORS = config_fields.speculators(
+    {"eagle3": "Eagle3Speculator"}, lambda _: "eagle3", lambda _: SPECULATIVE_TOKENS
+)
+SPECULATORS = replace(
+    EAGLE3,
     name="speculators",
-    signs=Signs(without=r"hidden_norm\.weight", key=config_fields.OF_SPECULATORS),
+    signs=Signs(without=rf"hidden_norm\.weight|{MASK}", key=config_fields.OF_SPECULATORS),
     fields={
         config_fields.LAYERS: (*_LAYER, HeadPart(write=_write_count)),
         "": (
-            config_fields.speculators(
-                {"eagle3": "Eagle3Speculator"}, lambda _: "eagle3", lambda _: _SPECULATIVE_TOKENS
-            ),
+            OF_SPECULATORS,
             HeadPart(_read_stated),
             _TAPS,
             *_EAGLE3_FIELDS,
@@ -267,4 +269,4 @@ _SPECULATORS = replace(
     zeros=lambda config: _output_bias("layers.0", config),
     renamed=lambda names: _renamed(names, "midlayer", "layers.0"),
 )
-LAYOUTS = (_EAGLE1, _EAGLE3, _SPECULATORS)
+LAYOUTS = (_EAGLE1, EAGLE3, SPECULATORS)

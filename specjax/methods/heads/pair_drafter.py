@@ -146,7 +146,7 @@ class PairDrafter(LayersDrafter):
             before_first = jnp.maximum(index - first, 0)
             count = jnp.maximum(accepted.count - before_first, 0)
             slots_to_commit = jnp.minimum(before_first[:, None] + step[None, :], num_pairs - 1)
-            caches.append(commit(cache, window, slots_to_commit, count + _zeros_after(output)))
+            caches.append(commit(cache, window, slots_to_commit, count + zeros_after(output)))
             kept, latest = state.outputs[:, index], output
             if not is_last:
                 latest = jnp.take_along_axis(output, newest[:, None, None], axis=1)
@@ -376,7 +376,7 @@ def _padded(visible: Bool[Array | np.ndarray, "#B T _"], slots: int) -> Bool[Arr
     return jnp.pad(jnp.asarray(visible), ((0, 0), (0, 0), (0, slots - visible.shape[2])))
 
 
-def _zeros_after(output: Float[Array, "B T D"]) -> Int[Array, "B"]:
+def zeros_after(output: Float[Array, "B T D"]) -> Int[Array, "B"]:
     """Return zeros that depend on a module's output, so that XLA computes the output first.
 
     A layer's keys do not depend on the attention that reads its cache, and XLA would append keys
