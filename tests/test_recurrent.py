@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conformance.methods import LAYERS, target, target_with
+from conformance.methods import LAYERS, RECURRENT, target, target_with
 from conftest import slow, tiny_config
 from tiny_models import SOME, medusa_config
 from toy_training import two_rows, with_features
@@ -73,7 +73,7 @@ def test_a_wider_round_moves_little_more_of_a_state(as_shipped, kind):
     assert moves[1] <= 1.3 * moves[0]
 
 
-@pytest.mark.parametrize("layers", [kind for kind in LAYERS if kind != "attention"])
+@pytest.mark.parametrize("layers", RECURRENT)
 def test_blocks_of_tokens_continue_each_other(monkeypatch, layers):
     """A pass over more tokens than a block has gives what one over fewer at a time gives."""
     config = tiny_config(vocab_size=16, max_positions=64, **LAYERS[layers])
@@ -141,7 +141,7 @@ def test_keys_are_chosen_by_the_queries_of_layers_that_have_some():
     assert found.token_ids == generate(model, prompts, **options).token_ids
 
 
-@pytest.mark.parametrize("layers", [kind for kind in LAYERS if kind != "attention"])
+@pytest.mark.parametrize("layers", RECURRENT)
 def test_layers_are_chosen_among_recurrent_ones(layers):
     """By the target itself: to leave out, to exit after, and to start a draft model from."""
     with target_with(layers):
@@ -161,7 +161,7 @@ def test_layers_are_chosen_among_recurrent_ones(layers):
                 assert len(kernel) == len(run.layers)
 
 
-@pytest.fixture(scope="module", params=[kind for kind in LAYERS if kind != "attention"])
+@pytest.fixture(scope="module", params=RECURRENT)
 def long_model(request):
     """Return a random model of many positions; some of its layers have attention."""
     config = tiny_config(vocab_size=16, max_positions=2048, **LAYERS[request.param])

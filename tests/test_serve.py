@@ -292,7 +292,7 @@ def test_metrics_count_rows_that_are_put_back(engine):
         ({"tools": [{"type": "function"}]}, "tools", "is not supported: leave it out"),
         ({"frequency_penalty": 3}, "frequency_penalty", "a number from -2 to 2"),
         ({"logit_bias": {"a": 1}}, "logit_bias", "use a dict of token ids and biases"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "leave it out"),
+        ({"response_format": {"type": "xml"}}, "response_format", 'use {"type": "text"}'),
         ({"echo": True}, "echo", "is not supported: leave it out"),
         ({"temprature": 1}, "temprature", "did you mean temperature?"),
         ({"prompt": None}, "prompt", "prompt is missing"),

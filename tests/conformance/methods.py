@@ -63,6 +63,7 @@ LAYERS = {
 }
 """The layers of a target: of attention alone, or with recurrent ones between them; or a target of
 attention whose outputs follow a grammar."""
+RECURRENT = ("delta", "mamba2")
 NEXT = {
     # state: {token: the state after it}
     0: {0: 1, 1: 2, 2: 0, 3: 3, 4: 1, 5: 0, 6: 3},

@@ -2,8 +2,8 @@
 
 from conformance.cells import cells
 from conformance.checks import Conformance
-from conformance.methods import TOPOLOGIES
+from conformance.methods import RECURRENT, TOPOLOGIES
 
 
 class TestRecurrentTargets(Conformance):
-    cells = tuple(cell for topology in TOPOLOGIES for cell in cells(topology, ("delta", "mamba2")))
+    cells = tuple(cell for topology in TOPOLOGIES for cell in cells(topology, RECURRENT))

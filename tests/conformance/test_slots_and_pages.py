@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from conformance.cells import WARPS, remembers_drafts
 from conformance.methods import (
-    LAYERS,
     LENGTH,
     METHODS,
+    RECURRENT,
     TOPOLOGIES,
     VOCAB,
     drafter,
@@ -104,7 +104,7 @@ def test_rows_in_company_give_what_they_give_alone(method, topology, rule):
     ("layers", "method", "topology"),
     [
         *(("delta", name, "chain") for name in ("none", "draft_model", "early_exit")),
-        *slow(*((kind, *case) for kind in LAYERS if kind != "attention" for case in CASES)),
+        *slow(*((kind, *case) for kind in RECURRENT for case in CASES)),
     ],
 )
 def test_states_of_recurrent_layers_in_company(layers, method, topology):
