@@ -347,8 +347,7 @@ def at_the_root_only(processors, states, logits_at, tokens, topology):
     ("name", "shape"),
     [
         ("penalties", "tree"),
-        ("grammar", "tree"),
-        *slow(("ngrams", "chain"), ("penalties", "wide"), ("grammar", "chain")),
+        *slow(("ngrams", "chain"), ("penalties", "wide"), ("grammar", "tree")),
     ],
 )
 def test_broken_variants_are_found(broken, name, shape, monkeypatch):
