@@ -32,6 +32,7 @@ from specjax.loading.user_messages import note
 from specjax.methods.draft_model.head import KIND, ReducedDecoder
 from specjax.methods.draft_model.other_tokenizer import TranslatedModel, token_map
 from specjax.methods.draft_model.tokenizers import same_tokens
+from specjax.methods.draft_model.wrapped import WrappedModel
 from specjax.methods.heads.examined import WINDOW, TrueText, Variation, within
 from specjax.methods.heads.head import Head
 from specjax.methods.heads.head_drafter import HeadDrafter
@@ -312,7 +313,7 @@ class DraftModel(OwnCacheDrafter, HeadDrafter):
             return
         size = decoder.config.sliding_window.size
         decoder = replace(decoder, config=replace(decoder.config, sliding_window=None))
-        is_wrapped = isinstance(self.model, ReducedDecoder | TranslatedModel)
+        is_wrapped = isinstance(self.model, WrappedModel)
         yield Variation(
             WINDOW,
             f"no window in place of {size} tokens",
@@ -323,7 +324,7 @@ class DraftModel(OwnCacheDrafter, HeadDrafter):
     @property
     def _decoder(self) -> Decoder | None:
         """The model's decoder, or None for another model."""
-        is_wrapped = isinstance(self.model, ReducedDecoder | TranslatedModel)
+        is_wrapped = isinstance(self.model, WrappedModel)
         model = self.model.decoder if is_wrapped else self.model
         return model if isinstance(model, Decoder) else None
 
@@ -332,7 +333,7 @@ def _with_window(model: LanguageModel, window: SlidingWindow | None) -> Language
     """Return a decoder with a window in all layers, and any model as it is without one."""
     if window is None:
         return model
-    if isinstance(model, ReducedDecoder | TranslatedModel):
+    if isinstance(model, WrappedModel):
         return replace(model, decoder=_with_window(model.decoder, window))
     if not isinstance(model, Decoder):
         raise InputError(

@@ -12,6 +12,7 @@ from specjax.core.cache import KVCache, Window
 from specjax.core.draft_vocabulary import check_draft_vocab_size
 from specjax.core.language_model import Extension
 from specjax.errors import InputError
+from specjax.methods.draft_model.wrapped import WrappedModel
 from specjax.models.config import DecoderConfig
 from specjax.models.decoder import Decoder
 from specjax.models.head_config import HeadConfig
@@ -54,7 +55,7 @@ class DraftModelConfig(HeadConfig):
 
 
 @dataclass(frozen=True)
-class ReducedDecoder:
+class ReducedDecoder(WrappedModel):
     """The draft model as pure functions; a `LanguageModel`, but with logits [B, T, Vd]; hashable.
 
     `params` has the model's own "layers" and "final_norm", and under "shared" the target's
@@ -67,19 +68,6 @@ class ReducedDecoder:
     def vocab_size(self) -> int:
         """The number of tokens in the model's input vocabulary (V)."""
         return self.decoder.vocab_size
-
-    @property
-    def max_positions(self) -> int:
-        """The longest supported sequence, in tokens."""
-        return self.decoder.max_positions
-
-    def make_cache(self, batch: int, capacity: int) -> KVCache:
-        """Return an empty cache [L, B, G, S, C]."""
-        return self.decoder.make_cache(batch, capacity)
-
-    def make_window(self, batch: int, slots: int) -> Window:
-        """Return an empty window [L, B, G, W, C]."""
-        return self.decoder.make_window(batch, slots)
 
     def extend(
         self,

@@ -14,9 +14,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax.core.cache import KVCache, Window
-from specjax.core.language_model import Extension, LanguageModel
+from specjax.core.language_model import Extension
 from specjax.errors import InputError
 from specjax.loading.model import Model
+from specjax.methods.draft_model.wrapped import WrappedModel
 
 
 class TokenMap(NamedTuple):
@@ -95,7 +96,7 @@ def _longest_end(text: tuple[bool, bytes] | None, by_text: dict[tuple[bool, byte
 
 
 @dataclass(frozen=True)
-class TranslatedModel:
+class TranslatedModel(WrappedModel):
     """A model that reads the target's tokens, and has logits [B, T, Vd] of the common ones.
 
     It is a `LanguageModel` otherwise, and hashable. `params` are the `decoder`'s under "model", and
@@ -103,7 +104,6 @@ class TranslatedModel:
     model's, and "to_draft".
     """
 
-    decoder: LanguageModel
     vocab_size: int
 
     @classmethod
@@ -111,19 +111,6 @@ class TranslatedModel:
         """Return the parameters of a model with parameters `params`."""
         names = ("draft_ids", "columns", "to_draft")
         return {"model": params} | dict(zip(names, map(jnp.asarray, tokens), strict=True))
-
-    @property
-    def max_positions(self) -> int:
-        """The longest supported sequence, in tokens."""
-        return self.decoder.max_positions
-
-    def make_cache(self, batch: int, capacity: int) -> KVCache:
-        """Return an empty cache."""
-        return self.decoder.make_cache(batch, capacity)
-
-    def make_window(self, batch: int, slots: int) -> Window:
-        """Return an empty window."""
-        return self.decoder.make_window(batch, slots)
 
     def extend(
         self,
