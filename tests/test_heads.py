@@ -48,6 +48,7 @@ def test_a_head_comes_back_whole(dtype, tiny, tmp_path):
     assert drafter.params["fc"]["kernel"].dtype == jnp.float32
     # The rest is the target's: its embedding, and what its head has of the 20 tokens.
     size = sum(leaf.size for leaf in jax.tree.leaves(head.params)) + len(head.draft_ids)
+    size += drafter.params["digest"].size
     assert drafter.own_bytes(tiny.params) == 4 * size
     assert specjax.make_drafter("early_exit", tiny, exit_layer=1).own_bytes(tiny.params) == 0
 

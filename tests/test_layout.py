@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent.parent
 COMMANDS = sorted(file.stem for file in (ROOT / "train").glob("*.py") if file.stem != "__init__")
 ORDER = [
     " ".join(["train", *(f"train.{name}" for name in COMMANDS)]),
+    "train.while_decoding",
     "train.generation",
     "train.run",
     "train.methods train.pretraining",
@@ -126,7 +127,7 @@ def test_the_core_can_be_read_in_an_afternoon():
     core = closure("specjax.core.loop")
     lines = [len(source.splitlines()) for name, source in sources().items() if name in core]
     assert len(core) <= 36
-    assert sum(lines) <= 6800
+    assert sum(lines) <= 6850
     packages = {".".join(name.split(".")[:2]) for name in core}
     assert packages == {
         "specjax.core",

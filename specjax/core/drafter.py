@@ -328,9 +328,10 @@ class Drafter:
     def text_digests(self, params: Any) -> tuple[UInt32[Array | np.ndarray, "2"], ...]:
         """Return the `sampling.text_digest` of each text in `params` that drafts are copied from.
 
-        Such a text may contain what an earlier request with the same seed and prompt has emitted.
-        Rounds then draw with other noise than that request did; otherwise a draft would know the
-        draws that verify it. Prompts, and texts that no output stands in, are not included.
+        Such a text may contain what an earlier request with the same seed and prompt has emitted,
+        as may those on which parameters were trained, which have a `sampling.array_digest`. Rounds
+        then draw with other noise than that request did; otherwise a draft would know the draws
+        that verify it. Prompts, and texts that no output stands in, are not included.
         """
         del params
         return ()

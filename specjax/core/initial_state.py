@@ -6,11 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
-from specjax.core.cache import KVCache
+from specjax.core.cache import KVCache, put
 from specjax.core.drafter import Accepted, TargetPass
-from specjax.core.plan import LoopPlan
+from specjax.core.plan import LoopPlan, Recording
 from specjax.core.prefill import prefill
 from specjax.core.processor import states_of
 from specjax.core.round import make_context
@@ -62,13 +62,15 @@ def read_prompts(
     drafter, length = plan.drafter, state.length
 
     def observe(
-        carry: Any,
+        carry: tuple[Any, dict[str, Array]],
         cache: KVCache,
         first: Int[Array, ""],
         count: Int[Array, "B"],
         features: dict[str, Array],
         size: int,
-    ) -> Any:
+    ) -> tuple[Any, dict[str, Array]]:
+        carry, kept = carry
+        kept = {**kept, **_recorded(kept, plan.recording, first, count, features)}
         # The length of each row's tokens that have been read, and the token after them.
         known = jnp.clip(length - 1, 0, first + count) + 1
         context = make_context(plan, target_params, state.replace(length=known, cache=cache))
@@ -88,22 +90,42 @@ def read_prompts(
                 ),
             )
         accepted = Accepted(following, count, _named(features, drafter.prompt_features))
-        return drafter.observe_prompt(draft_params, carry, context, accepted)
+        return drafter.observe_prompt(draft_params, carry, context, accepted), kept
 
-    cache, drafter_state = prefill(
+    names = (*drafter.prompt_features, *drafter.pass_features, *plan.recording.features)
+    cache, (drafter_state, kept) = prefill(
         plan.target,
         target_params,
         state.tokens,
         length - 1,
         state.cache,
         plan.chunks,
-        (*drafter.prompt_features, *drafter.pass_features),
+        tuple(dict.fromkeys(names)),
         observe,
-        state.drafter,
+        (state.drafter, state.features),
         begin,
         end,
     )
-    return state.replace(cache=cache, drafter=drafter_state)
+    return state.replace(cache=cache, drafter=drafter_state, features=kept)
+
+
+def _recorded(
+    kept: dict[str, Float[Array, "B M D"]],
+    recording: Recording,
+    first: Int[Array, ""],
+    count: Int[Array, "B"],
+    features: dict[str, Float[Array, "B T D"]],
+) -> dict[str, Float[Array, "B M D"]]:
+    """Return the recorded features kept of each row, with those of a chunk of its prompt.
+
+    The chunk has `count[b]` tokens of row b, from position `first` on.
+    """
+    new = {}
+    for name in recording.features:
+        size, steps = kept[name].shape[1], jnp.arange(features[name].shape[1])[None, :]
+        last = (steps < count[:, None]) & (steps >= count[:, None] - size)
+        new[name] = put(kept[name], jnp.where(last, (first + steps) % size, size), features[name])
+    return new
 
 
 def _named(features: dict[str, Array], names: tuple[str, ...]) -> dict[str, Array]:
@@ -125,7 +147,7 @@ def empty_state(
     batch = tokens.shape[0]
     target_params, draft_params = params
     target, drafter = plan.target, plan.drafter
-    kept = drafter.kept_features
+    kept = plan.kept_features
     shapes = _feature_shapes(plan, target_params, tokens)
     state = State(
         tokens=tokens,
@@ -151,8 +173,8 @@ def empty_state(
 def _feature_shapes(
     plan: LoopPlan, params: Any, tokens: Int[Array, "B S"]
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the shapes [B, 1, D] and dtypes of the drafters' features of one token per row."""
-    if not plan.drafter.features:
+    """Return the shapes [B, 1, D] and dtypes of a plan's features of one token per row."""
+    if not plan.features:
         return {}
     batch = tokens.shape[0]
 
@@ -165,7 +187,7 @@ def _feature_shapes(
             plan.target.make_window(batch, 1),
             0,
             jnp.ones((1, 1, 1), bool),
-            features=plan.drafter.features,
+            features=plan.features,
             logits=False,
         ).features
 

@@ -11,6 +11,17 @@ from specjax.core.turn_taking import Turns
 
 
 @dataclass(frozen=True)
+class Recording:
+    """The target's features, by name, that a loop keeps at the last `tokens` tokens of each row.
+
+    They are kept for others than drafters, which read only those of the last rounds.
+    """
+
+    features: tuple[str, ...] = ()
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
 class LoopPlan:
     """The static configuration for which a loop is compiled.
 
@@ -23,7 +34,7 @@ class LoopPlan:
     full length, and limits only truncate its drafts; loops and branches then wait for no data,
     which an accelerator would have to send to the host. With a `page_size`, an engine's caches are
     pools of `num_pages` pages of so many tokens. `processors` change the logits of all rows, in
-    this order.
+    this order. `recording` says which features are kept beside those that drafters read.
     """
 
     target: LanguageModel
@@ -41,6 +52,17 @@ class LoopPlan:
     page_size: int | None = None
     num_pages: int = 0
     processors: tuple[Processor, ...] = ()
+    recording: Recording = Recording()
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """The names of the target's features that the state keeps."""
+        return tuple(dict.fromkeys((*self.drafter.features, *self.recording.features)))
+
+    @property
+    def kept_features(self) -> int:
+        """The number of positions of each row at which the state keeps features (M)."""
+        return max(self.drafter.kept_features, self.recording.tokens)
 
     @property
     def resumes(self) -> bool:
@@ -51,5 +73,5 @@ class LoopPlan:
         round. Features may be those of layers that would not run again.
         """
         ran = self.widths[0] == 1 or self.full_drafts
-        reads = self.drafter.features or self.drafter.pass_features
+        reads = self.features or self.drafter.pass_features
         return len(self.drafter.parts) == 1 and not reads and ran

@@ -76,7 +76,7 @@ class State:
 
     `tokens[b, :length[b]]` are committed tokens, prompt first, and `logprobs`, if requested, their
     log-probabilities under the target by position. `round` counts each row's own rounds. `features`
-    are those that drafters have yet to observe, in the layout of `Context.features`. Rows in
+    are those of `LoopPlan.features`, in the layout of `Context.features`. Rows in
     `undrafted` draft no more: their logits after a draft were not finite, and a pass without a
     draft shows whether the row has failed. `processors` are the states of the plan's processors
     after the committed tokens. Every leaf has rows as its first axis, or belongs to a cache or a

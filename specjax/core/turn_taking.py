@@ -123,9 +123,9 @@ class Turns:
 
     @property
     def kept_features(self) -> int:
-        """The number of positions whose features the loop keeps; 0 if no drafter reads any."""
+        """The number of positions whose features drafters read after the rounds of a step."""
         longest = max(drafter.num_speculative_tokens for drafter in self.parts)
-        return _KEPT_ROUNDS * (longest + 1) if self.features else 0
+        return _KEPT_ROUNDS * (longest + 1)
 
     def limited(self, length: int) -> Turns:
         """Return the drafters with drafts of at most `length` tokens.

@@ -144,7 +144,7 @@ def verify_draft(
         window,
         0,
         jnp.asarray(topology.row_ancestors),
-        features=(*plan.drafter.features, *plan.drafter.pass_features),
+        features=(*plan.features, *plan.drafter.pass_features),
         **resumed,
     )
     logits = result.logits
@@ -215,7 +215,7 @@ def verify_draft(
         result.window,
         {
             name: jnp.take_along_axis(result.features[name], slots[:, :, None], axis=1)
-            for name in plan.drafter.features
+            for name in plan.features
         },
         target_pass,
         logprobs,

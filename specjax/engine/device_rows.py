@@ -16,6 +16,7 @@ from specjax import controllers
 from specjax.controllers import StepRecord
 from specjax.core.cache import KVCache
 from specjax.core.drafter import StepLimits
+from specjax.core.plan import Recording
 from specjax.core.state import (
     Packed,
     State,
@@ -23,7 +24,7 @@ from specjax.core.state import (
     with_entries,
     without_entries,
 )
-from specjax.distributed.sharding import first_device
+from specjax.distributed.sharding import first_device, use
 from specjax.engine.grammars import table_of
 from specjax.engine.length_control import time_steps
 from specjax.engine.plan import DecodePlan, flags_of
@@ -39,6 +40,7 @@ from specjax.engine.programs import (
     row_arguments,
     take_rows,
 )
+from specjax.engine.recording import RecordedRows, with_row
 from specjax.engine.requests import Request, SamplingParams
 from specjax.errors import InputError
 from specjax.files.log import LOGGER, duration
@@ -70,6 +72,11 @@ class DeviceRows:
         self._read_slots = np.zeros(0, np.int32)
         """The slots into whose caches they were read."""
         self._all_read = False
+        self.recorded: RecordedRows | None = None
+        """The rows recorded since `record`, if any."""
+        self.num_recorded = 0
+        """The number of rows recorded so far, of which `recorded` has the latest."""
+        self._recorded_rows = 0
         self.compile_s = 0.0
         """Seconds spent making programs; near zero if they had been compiled before."""
         on_cpu = first_device(plan.placement).platform == "cpu"
@@ -366,14 +373,17 @@ class DeviceRows:
         taken = take_rows(whole, np.array(rows, np.int32), spare)
         self._state = with_entries(taken, state) if pooled else taken
 
-    def update_params(self, params: Any, drafter_params: Any = None) -> None:
+    def update_params(self, params: Any = None, drafter_params: Any = None) -> None:
         """Decode with new parameters; prompts read with the old ones are not reused for later rows.
 
-        The arrays are placed like the old ones. Without `drafter_params` the drafter keeps its own,
-        but a trained head takes the parameters that it shares with the target from the new target.
-        Raises InputError unless trees, shapes and dtypes are unchanged.
+        The arrays are placed like the old ones. Without `params` the target keeps its own, and
+        without `drafter_params` the drafter, but a trained head takes the parameters that it shares
+        with the target from the new target. Raises InputError unless trees, shapes and dtypes are
+        unchanged.
         """
         plan, drafter = self.plan, self.plan.drafter
+        if params is None:
+            params = plan.model.params
         params = _in_place_of("params", plan.model.params, params)
         if drafter_params is None:
             pairs = zip(drafter.drafter.parts, drafter.params, strict=True)
@@ -387,6 +397,34 @@ class DeviceRows:
         # Later rows with a prompt read by the old parameters must read it again.
         self._prompts = []
         self.plan = replace(plan, model=replace(plan.model, params=params), drafter=drafter)
+
+    def record(self, recording: Recording, rows: int) -> None:
+        """Keep the features of `recording` from now on, and `record_row` up to `rows` rows.
+
+        Nothing may decode. What was recorded before is discarded. Raises InputError if the programs
+        that were compiled already, compiled anew, do not fit into memory.
+        """
+        self.free()
+        self.replace_plan(replace(self.plan, loop=replace(self.plan.loop, recording=recording)))
+        self.recorded, self.num_recorded, self._recorded_rows = None, 0, rows
+
+    def record_row(self, slot: int, begin: int, output: int, end: int) -> None:
+        """Record the row of a slot, which has finished, in place of the oldest recorded one.
+
+        Its text has `end` tokens, of which those from `output` on are output. The features at those
+        before `begin` are unknown.
+        """
+        recording = self.plan.loop.recording
+        kept = {name: self._state.features[name] for name in recording.features}
+        if self.recorded is None:
+            size, where = (self._recorded_rows, recording.tokens), self.plan.placement
+            self.recorded = RecordedRows.empty(kept, *size, where)
+        row = self._row_slots.index(slot)
+        numbers = self.num_recorded % self._recorded_rows, row, begin, output, end
+        at, *numbers = map(np.int32, numbers)
+        with use(self.plan.mesh):
+            self.recorded = with_row(self.recorded, at, self._state.tokens, kept, *numbers)
+        self.num_recorded += 1
 
     def cache_outputs(self, outputs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
         """Let drafters copy from the prompts and outputs of finished requests, the latest one last.

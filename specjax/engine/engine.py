@@ -21,6 +21,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from specjax.controllers import Controller, Limits
+from specjax.core.plan import Recording
 from specjax.core.state import RUNNING, Packed, Seen
 from specjax.drafters import Drafter, LoadedDrafter, make_drafter
 from specjax.engine.device_rows import DeviceRows
@@ -30,6 +31,7 @@ from specjax.engine.options import DecodeOptions, read_arguments, read_sampling
 from specjax.engine.outputs import ABORTED, Delta, RequestId
 from specjax.engine.plan import DecodePlan, check_length, check_sampling, plan_engine, round_up
 from specjax.engine.programs import Programs
+from specjax.engine.recording import RecordedRows
 from specjax.engine.requests import (
     Prompt,
     Request,
@@ -41,13 +43,15 @@ from specjax.engine.rows import Row
 from specjax.engine.scheduler import Reading, Scheduler
 from specjax.engine.statistics import Statistics, Step
 from specjax.errors import InputError, shown
-from specjax.fields import Choice, Whole, takes_options
+from specjax.fields import Choice, Items, Text, Whole, takes_options
 from specjax.loading.load import place_model
 from specjax.loading.model import MODEL_KIND, Model
+from specjax.models.features import check_features
 
 _RECENT_STEPS = 5
 """The number of latest steps from which the remaining time of rows is estimated."""
 _RUNNING_ROWS = Choice(("continue", "abort"))
+_FEATURES = Items(Text(), remedy="use names of features, such as ('final_norm',)")
 
 
 @dataclass(frozen=True)
@@ -294,30 +298,80 @@ class Engine:
         self._abort(self._scheduler.samples(id))
 
     def update_params(
-        self, params: Any, drafter_params: Any = None, *, running: str = "continue"
+        self, params: Any = None, drafter_params: Any = None, *, running: str = "continue"
     ) -> None:
-        """Decode with new parameters of the same target from now on.
+        """Decode with new parameters of the same target, of its drafter, or of both from now on.
 
-        Results already in progress with the old ones appear in the next step's deltas. The
-        drafter's parameters (`LoadedDrafter.params`) stay if none are given, except those that a
-        trained head shares with its target. If `running` is "continue", rows that are decoding or
-        whose prompts are being read keep the cache computed with the old parameters; if it is
-        "abort", they end; this includes rows that were put back for lack of pages, which otherwise
-        read their tokens again with the new parameters. Learned draft lengths are discarded. Raises
-        InputError unless trees, shapes and dtypes are unchanged.
+        Results already in progress with the old ones appear in the next step's deltas. The target's
+        parameters stay if none are given, as do the drafter's (`LoadedDrafter.params`), except
+        those that a trained head shares with its target. If `running` is "continue", rows that are
+        decoding or whose prompts are being read keep the cache computed with the old parameters; if
+        it is "abort", they end; this includes rows that were put back for lack of pages, which
+        otherwise read their tokens again with the new parameters. With another target learned draft
+        lengths and shared beginnings are discarded. Raises InputError unless trees, shapes and
+        dtypes are unchanged.
         """
         self._check_open()
         running = _RUNNING_ROWS.check("running", running)
-        while self._under_way:
-            self._look()
-        if self._scheduler.pages is not None:
+        if params is None and drafter_params is None:
+            raise InputError("params=None, drafter_params=None: give new parameters of one of them")
+        self.wait()
+        if params is not None and self._scheduler.pages is not None:
             # First, so that no interruption leaves prefixes of other weights.
             with self._as_a_whole():
                 self._scheduler.pages.forget()
         self._rows.update_params(params, drafter_params)
-        self._control = LengthControl(self.plan)
+        if params is not None:
+            self._control = LengthControl(self.plan)
         if running == "abort":
             self._abort([row for row in self._scheduler if row.begun is not None])
+
+    def wait(self) -> None:
+        """Wait for the work in progress, until the devices are idle; the next step has its deltas.
+
+        Raises InputError as `step` does.
+        """
+        self._check_open()
+        while self._under_way:
+            self._look()
+
+    def record(self, features: Sequence[str], *, rows: int = 64, tokens: int = 512) -> None:
+        """Keep the tokens of finished requests, and the target's features at them, on the devices.
+
+        From now on `recorded` has up to `rows` of the latest requests, with up to `tokens` tokens
+        each, the last ones if there are more. `features` are names as `final_norm`; without any,
+        nothing is recorded any more. Requests that failed or were aborted are left out, and so are
+        tokens that were read for an earlier request with the same beginning. Raises InputError for
+        an unknown feature, and while requests are unfinished.
+        """
+        self._check_open()
+        names = _FEATURES.check("features", features)
+        rows, tokens = Whole(1).check("rows", rows), Whole(2).check("tokens", tokens)
+        check_features(names, self.plan.model.config.num_layers, "features: ")
+        if self._scheduler:
+            raise InputError(
+                f"record: {len(self._scheduler)} requests are unfinished; call it before `add`, or "
+                "when all have finished"
+            )
+        tokens = min(tokens, self.plan.loop.capacity) if names else 0
+        if self._scheduler.pages is not None:
+            with self._as_a_whole():
+                self._scheduler.pages.forget()
+        with self._compiling():
+            self._rows.record(Recording(tuple(dict.fromkeys(names)), tokens), rows)
+
+    @property
+    def recorded(self) -> RecordedRows | None:
+        """The latest finished requests, as `record` asks for them; None if there are none yet."""
+        return self._rows.recorded
+
+    @property
+    def num_recorded(self) -> int:
+        """The number of requests recorded since `record`: the latest is row `num_recorded` - 1.
+
+        The row is modulo the number of rows.
+        """
+        return self._rows.num_recorded
 
     def control(self, controller: Controller | None) -> None:
         """Let another controller choose draft lengths from now on; None stands for fixed lengths.
@@ -481,6 +535,7 @@ class Engine:
         self._rows.begin()
         now = time.perf_counter()
         for row in reading.rows.values():
+            row.num_shared = reading.position
             if row.begun is None:  # otherwise it was put back
                 row.begun = now
         requests = [row.request for row in reading.rows.values()]
@@ -564,10 +619,13 @@ class Engine:
         if aborted and slot is not None:
             self._scheduler.ended_slots.add(slot)
         output = row.output(self.plan, time.perf_counter())
+        complete = output.failure is None and not aborted
+        if complete and self.plan.loop.recording.features:
+            self._rows.record_row(slot, row.num_shared, len(row.request.prompt), row.num_tokens)
         self.statistics.add_request(output.times, aborted=aborted)
         self.statistics.lossy |= output.lossy
         self._ready.append(replace(delta, finish_reason=output.finish_reason, output=output))
-        if self._outputs.maxlen and output.failure is None and not aborted:
+        if self._outputs.maxlen and complete:
             self._outputs.append((row.request.prompt, output.token_ids))
             self._has_new_outputs = True
 

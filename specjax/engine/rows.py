@@ -42,7 +42,8 @@ class Row:
 
     `id` is that under which it was added; several samples of a request share it. `added`, `begun`,
     `first_token` and `last_token` are clock readings in seconds. `rounds_under_way` is the most
-    rounds that it may run in the steps that have started. Without a tokenizer there is no text.
+    rounds that it may run in the steps that have started, and `num_shared` the number of its first
+    tokens that were read for other rows. Without a tokenizer there is no text.
     `grammar` is the table of the grammar that the output follows, if any.
     """
 
@@ -59,6 +60,7 @@ class Row:
         self.first_token: float | None = None
         self.last_token: float | None = None
         self.rounds_under_way = 0
+        self.num_shared = 0
         self.token_ids: list[int] = []
         self.logprobs: list[float] | None = [] if request.sampling.logprobs else None
         self.finish_reason: str | None = None

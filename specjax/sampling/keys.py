@@ -9,7 +9,7 @@ are the same, whatever the numbers are:
                     and further samples of a request
     `coupled`       row key, (POSITION, absolute position): the noise of drafters and target
     other rules     row key, (ROUND, number of the row's round), TEXT for each text that the draft
-                    may copy from, then one of three keys:
+                    may copy from, and for the parameters of a trained head, then one of three keys:
       draft         (PART, number) of the drafter among those that take turns, and once more among
                     those that are merged, then (POSITION, depth) and (PARENT, slot of the parent in
                     the drafter's window), 0 in a chain
@@ -28,9 +28,10 @@ Which draws share their noise:
 Under `coupled` all of it may be shared, since the output is that of the target's own draws
 whatever is drafted. Under other rules a draft must be independent of the noise that verifies it. An
 output of the same seed may stand in the prompt (a chat's next turn), or in a text that drafts are
-copied from (a corpus, the cached outputs of an engine): with a key from these texts, the noise
-differs from that which the output was drawn with. What a drafter learned from outputs in training
-is not covered: these need another seed. A row's noise depends on nothing else: never on the batch,
+copied from (a corpus, the cached outputs of an engine), and a head may have been trained on it:
+with a key from these texts, and from the head's parameters, the noise differs from that which the
+output was drawn with. What a draft model learned from outputs is not covered: these need another
+seed. A row's noise depends on nothing else: never on the batch,
 the draft length or the compiled width; with JAX's default keys (threefry) this holds bit for bit.
 
 Prompts that need separate seeds get them from `derived_seed`, by purpose.
@@ -41,14 +42,14 @@ from __future__ import annotations
 import enum
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Integer, Key, UInt32
+from jaxtyping import Array, Float, Int, Integer, Key, Shaped, UInt32
 
 Parents = Int[Array | np.ndarray, "T"] | Sequence[int]
 """Numbers that tell the nodes of a depth apart, such as their slots."""
@@ -216,10 +217,18 @@ def text_digest(
     return np.frombuffer(digest.digest(), "<u4").astype(np.uint32)
 
 
+def array_digest(arrays: Iterable[Shaped[Array | np.ndarray, "..."]]) -> UInt32[np.ndarray, "2"]:
+    """Return a hash of arrays like `text_digest`, for parameters that were trained on a text."""
+    digest = hashlib.blake2b(digest_size=8)
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    return np.frombuffer(digest.digest(), "<u4").astype(np.uint32)
+
+
 def derive_from_text(
     keys: Key[Array, "*batch"], digest: UInt32[Array | np.ndarray, "2"]
 ) -> Key[Array, "*batch"]:
-    """Return the keys for a text with this `text_digest`."""
+    """Return the keys for a text with this `text_digest`, or parameters with `array_digest`."""
     first, second = jnp.asarray(digest)
     return derive(derive(keys, Domain.TEXT, first), Domain.TEXT, second)
 

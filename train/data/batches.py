@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from train.data.packing import Shape, Source
 
-_CONTEXT = 2
+CONTEXT = 2
 """The minimum number of tokens before a label, since every method drafts from a committed pair."""
 Rows = Array | np.ndarray
 Item = TypeVar("Item")
@@ -56,7 +56,7 @@ def build(source: Source, rows: Sequence[Sequence[int]], shape: Shape) -> Batch:
             for name, values in features.items():
                 values[row, here] = example.features[name][:size]
             of_example = np.flatnonzero(example.loss_mask[:size])
-            of_example = of_example[of_example >= _CONTEXT][: shape.labels - filled]
+            of_example = of_example[of_example >= CONTEXT][: shape.labels - filled]
             labels[row, filled : filled + len(of_example)] = start + of_example
             start, filled = here.stop, filled + len(of_example)
     return Batch(tokens, positions, segments, labels, features)

@@ -93,7 +93,7 @@ class Setup:
         }
 
 
-def _check_logits(target: Model) -> None:
+def check_logits(target: Model) -> None:
     """Raise InputError for a target whose logits are not just a product with its output layer."""
     for does, field, neutral in (
         ("limits", "logit_softcap", None),
@@ -150,7 +150,7 @@ def set_up(
         with problems.collect():
             _check_positions(config.eval, model)
         with problems.collect():
-            _check_logits(model)
+            check_logits(model)
         with problems.collect():
             earlier = None
             choose = functools.partial(draft_vocabulary, data, vocab_size=model.config.vocab_size)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
+from specjax import sampling
 from specjax.errors import InputError
 from specjax.loading.model import Model
 from specjax.loading.quantize import quantized_head_params
@@ -17,10 +19,10 @@ from specjax.models.parameters import cast
 def complete_parameters(head: Head, target: Model, weights: str = "auto") -> dict[str, Any]:
     """Return a head's parameters in the target's dtype, with the target's arrays under "shared".
 
-    Shared arrays are not copied. For a draft vocabulary, "draft_ids" are its token ids. `weights`
-    is the storage of kernels (`DRAFT_WEIGHTS`), unless the head's stay in floating point.
-    Raises InputError for a head of another target, and for a storage that the head does not
-    support.
+    Shared arrays are not copied. For a draft vocabulary, "draft_ids" are its token ids. "digest" is
+    a hash of the head's own parameters (`HeadDrafter.text_digests`). `weights` is the storage of
+    kernels (`DRAFT_WEIGHTS`), unless the head's stay in floating point. Raises InputError for a
+    head of another target, and for a storage that the head does not support.
     """
     check_head(head, target)
     table = head.config.parameter_table()
@@ -35,4 +37,5 @@ def complete_parameters(head: Head, target: Model, weights: str = "auto") -> dic
     params["shared"] = share(target.params, ids, head=head.config.shares_output)
     if ids is not None:
         params["draft_ids"] = ids
+    params["digest"] = jnp.asarray(sampling.array_digest(jax.tree.leaves(head.params)))
     return params

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+from jaxtyping import Array, UInt32
+
 from specjax.core.drafter import LoadedDrafter
 from specjax.core.growth.autoregressive import ChainDrafter
 from specjax.loading.formats.build_parameters import can_split
@@ -32,6 +35,13 @@ class HeadDrafter(Examined, ChainDrafter):
     def features(self) -> tuple[str, ...]:
         """The names of the target's features that the head reads."""
         return self.head.config.features
+
+    def text_digests(self, params: Any) -> tuple[UInt32[Array | np.ndarray, "2"], ...]:
+        """Return the hash of the head's parameters, if they have one.
+
+        The head may have been trained on an output of the same seed and prompt.
+        """
+        return (params["digest"],) if "digest" in params else ()
 
     def for_target(self, params: Any, target_params: Any) -> Any:
         """Return `params` with the embedding and the output head of `target_params`."""

@@ -1,0 +1,232 @@
+"""A learner: it decodes with a head, and trains the head on what was decoded, between steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.distributed.sharding import use
+from specjax.drafters import DRAFTERS
+from specjax.engine.engine import Engine
+from specjax.engine.outputs import Delta
+from specjax.engine.requests import SEED
+from specjax.errors import InputError
+from specjax.fields import Instance, Number, Whole, check_instance, first_difference
+from specjax.loading.quantize import float_kernel
+from specjax.methods.heads.complete_parameters import complete_parameters
+from specjax.methods.heads.head import Head
+from specjax.models.layers.quantized import QuantizedKernel
+from train.data.batches import Batch
+from train.methods.method import Method
+from train.run.optimizer import Optimization
+from train.run.setup import check_logits
+from train.run.step import make_program
+from train.while_decoding.batches import batch_of
+
+
+@dataclass(frozen=True)
+class LearnerOptions:
+    """When a learner trains, and on what. Raises InputError for values out of range."""
+
+    batch_size: Annotated[int, Whole(1)] = 4
+    """The number of recorded rows per training step, drawn at random from the latest."""
+    row_labels: Annotated[int, Whole(1)] = 256
+    """The maximum number of labels per row; further output tokens are dropped."""
+    rows: Annotated[int, Whole(1)] = 64
+    """The number of latest finished requests that the engine keeps for training."""
+    row_tokens: Annotated[int, Whole(4)] = 512
+    """The maximum number of their tokens, the last ones if there are more."""
+    share: Annotated[float, Number(0.0, 1.0)] = 0.25
+    """The most of the time since the first step that may be spent on training."""
+    passes: Annotated[float, Number(above=True)] = 2.0
+    """The most times that a request is trained on, on average."""
+    update_every: Annotated[int, Whole(1)] = 8
+    """The number of training steps after which the engine drafts with the new parameters."""
+    seed: Annotated[int, SEED] = 0
+    """The seed of the choice of rows, and of the method's noise."""
+
+    def __post_init__(self) -> None:
+        check_instance(self, "")
+
+
+_OPTIONS = LearnerOptions()
+_CONSTANT = Optimization(learning_rate=3e-4, schedule="constant", warmup=20)
+
+
+class Learner:
+    """An engine, and the training of the head with which it drafts.
+
+        engine = Engine(model, drafter=head_drafter(head, model))
+        method = eagle_method(model, head.config, head.draft_ids, EagleLoss(steps=3))
+        learner = Learner(engine, head, method)
+        engine.add("Name three rivers.")
+        for delta in learner:
+            print(delta.text, end="")
+        save_head(learner.head(), "build/learned")
+
+    The tokens have the target's distribution whatever the head has learned. `steps` is the number
+    of training steps so far, `losses` has their mean losses per label, and `train_s` is the time
+    that they took in seconds, without compiling (`compile_s`).
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        head: Head,
+        method: Method,
+        options: LearnerOptions = _OPTIONS,
+        optimization: Optimization = _CONSTANT,
+        *,
+        weights: str = "auto",
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Let `engine`, without unfinished requests, record what `method` reads, and use `head`.
+
+        `method` trains such a head for the engine's frozen target. `weights` is the storage of the
+        head's kernels, as when the engine's drafter was made, and `clock` returns seconds. Raises
+        InputError for a method or a head that does not fit the engine.
+        """
+        for name, value, kind in (
+            ("engine", engine, Engine),
+            ("head", head, Head),
+            ("method", method, Method),
+            ("options", options, LearnerOptions),
+            ("optimization", optimization, Optimization),
+        ):
+            Instance(kind, f"use a value of {kind.__name__}").check(name, value)
+        if method.trains_target or method.head is None:
+            raise InputError(f"method={method.name!r}: trains the target too; use another")
+        check_logits(engine.plan.model)
+        self.engine, self.options = engine, options
+        self._method = _from_head(method, head)
+        self._kind, self._weights, self._clock = head.kind, weights, clock
+        self._part = _part_of(engine, head.kind)
+        mesh, decoder = engine.plan.mesh, engine.plan.model.architecture
+        program = make_program(self._method, decoder, optimization, mesh, seed=options.seed)
+        self._program, self._state = program, program.state
+        self._compiled: Callable[..., Any] | None = None
+        self._rng = np.random.default_rng(options.seed)
+        self._teacher: tuple[Any, Any] = (None, None)
+        self.steps, self.train_s, self.compile_s = 0, 0.0, 0.0
+        self.losses: list[float] = []
+        self._begun: float | None = None
+        self._last_s = 0.0
+        self.update()
+        engine.record(method.features, rows=options.rows, tokens=options.row_tokens)
+
+    def step(self) -> list[Delta]:
+        """Return the deltas of a step of the engine, and train afterwards as the options allow."""
+        if self._begun is None:
+            self._begun = self._clock()
+        deltas = self.engine.step()
+        while self._may_train():
+            self.train()
+        return deltas
+
+    def __iter__(self) -> Iterator[Delta]:
+        """Yield the deltas of all steps, until every request has finished."""
+        while self.engine.num_unfinished:
+            yield from self.step()
+
+    def head(self) -> Head:
+        """Return the head as trained so far, which `save_head` saves."""
+        training = {"method": self._method.name, "step": self.steps, "while_decoding": True}
+        return self._method.head(jax.device_get(self._state.result), training)
+
+    def update(self) -> None:
+        """Let the engine draft with the head as trained so far."""
+        model, drafter = self.engine.plan.model, self.engine.plan.drafter
+        params = list(drafter.params)
+        params[self._part] = complete_parameters(self.head(), model, self._weights)
+        self.engine.update_params(drafter_params=tuple(params))
+
+    def train(self) -> None:
+        """Make a training step on recorded rows, at least one of which is needed.
+
+        The engine's work in progress is finished first. Raises InputError if the loss is not
+        finite.
+        """
+        if not (count := min(self.engine.num_recorded, self.options.rows)):
+            raise InputError("train: no request has finished yet; call it after some have")
+        self.engine.wait()
+        begun, compiled_s = self._clock(), self.compile_s
+        rows = self._rng.integers(count, size=self.options.batch_size)
+        size = min(self.options.row_labels, self.engine.recorded.tokens.shape[1])
+        with use(self.engine.plan.mesh):
+            batch = batch_of(self.engine.recorded, rows, num_labels=size)
+        batches = jax.tree.map(lambda leaf: leaf[None], batch)
+        teacher = self._target_params()
+        if self._compiled is None:
+            self._compile(teacher, batches)
+        self._state, report = self._compiled(self._state, teacher, batches)
+        loss = float(report.loss) / max(float(report.measures.weight), 1.0)
+        if not (np.isfinite(loss) and np.isfinite(float(report.grad_norm))):
+            raise InputError(
+                f"the loss or the gradient of training step {self.steps} is not finite; lower "
+                "learning_rate"
+            )
+        self.losses.append(loss)
+        self.steps += 1
+        if self.steps % self.options.update_every == 0:
+            self.update()
+        self._last_s = self._clock() - begun - (self.compile_s - compiled_s)
+        self.train_s += self._last_s
+
+    def _may_train(self) -> bool:
+        """Return whether there are rows that were trained on too little, and time is left."""
+        recorded = self.engine.num_recorded
+        used = (self.steps + 1) * self.options.batch_size
+        if not recorded or used > self.options.passes * recorded:
+            return False
+        elapsed = self._clock() - self._begun - self.compile_s
+        # The first step costs an unknown time.
+        return self.train_s + self._last_s <= self.options.share * elapsed
+
+    def _compile(self, teacher: Any, batches: Batch) -> None:
+        begun = self._clock()
+        program = self._program._replace(state=self._state)
+        self._compiled = program.compile(teacher, batches)
+        self.compile_s += self._clock() - begun
+
+    def _target_params(self) -> Any:
+        """Return the parameters of the engine's present target that losses read, as floats."""
+        params = self.engine.plan.model.params
+        if self._teacher[0] is not params:
+            read = {name: params[name] for name in ("embed", "head") if name in params}
+            is_kernel = lambda leaf: isinstance(leaf, QuantizedKernel)  # noqa: E731
+            self._teacher = params, jax.tree.map(float_kernel, read, is_leaf=is_kernel)
+        return self._teacher[1]
+
+
+def _from_head(method: Method, head: Head) -> Method:
+    """Return a method whose initial parameters are a head's; raise InputError if it is another."""
+    wanted = method.head(head.params, {})
+    if (different := first_difference(wanted.config, head.config)) is not None:
+        name, mine, theirs = different
+        raise InputError(
+            f"head: has {name}={theirs!s:.60}, and the method {mine!s:.60}; make the method with "
+            "the head's config"
+        )
+    params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), head.params)
+    return method._replace(init=lambda key: params)
+
+
+def _part_of(engine: Engine, kind: str) -> int:
+    """Return the index of an engine's drafter for a head of a kind.
+
+    Raises InputError if it has none, or several.
+    """
+    parts = engine.plan.drafter.drafter.parts
+    found = [index for index, part in enumerate(parts) if type(part) is DRAFTERS[kind]]
+    if len(found) != 1:
+        raise InputError(
+            f"engine: {len(found)} drafters of {engine.plan.drafter.name} are of the kind {kind}; "
+            "make it with one for the head, alone or in turns with others"
+        )
+    return found[0]
