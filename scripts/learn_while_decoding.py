@@ -1,24 +1,31 @@
 """Decode answers of a new domain with a head that learns from them, and with drafters that do not.
 
     python scripts/learn_while_decoding.py [--answers=2000] [--drafters=learned,eagle3,corpus]
+    python scripts/learn_while_decoding.py --policy_updates=20 --answers=640 --temperature=1
 
-The target answers so many questions for SQL queries, made from templates, of which the bundled
-heads have seen none. `learned` is the bundled EAGLE-3 head, trained between steps
-(`train.while_decoding`); other names are of drafters that stay as they are, or that copy from
-earlier answers. Prints tokens per pass of the target for each part of the answers, by the order in
-which they end, and for `learned` how much it has trained. Exit codes: 0; 1 if answers have other
-tokens than with the first drafter, when decoding greedily; 2 for bad input; 130 after Ctrl-C or
-SIGTERM.
+The target answers questions for SQL queries, made from templates, of which the bundled heads have
+seen none. `learned` is the bundled EAGLE-3 head, trained between steps (`train.while_decoding`);
+other names are of drafters that stay as they are, or that copy from earlier answers. With
+`--policy_updates` the target, in floating point, is changed by a policy gradient after each part of
+the answers, which rewards capital letters. Prints tokens per pass of the target for each part, in
+the order in which answers end, the rewards, and for `learned` how much it has trained. Exit codes:
+0; 1 if greedy answers have other tokens than with the first drafter; 2 for bad input; 130 after
+Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
 
-import itertools
+import functools
 import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 
 import specjax
 from specjax.apps.command_line import command
@@ -29,12 +36,15 @@ from specjax.errors import InputError
 from specjax.fields import Number, PathOrName, Text, Whole
 from specjax.loading.hub import DEFAULT_MODEL
 from specjax.methods.find_head import shipped_head
+from specjax.models.form import Form
 from train.methods.eagle import EagleLoss, eagle_method
 from train.run.optimizer import Optimization
-from train.while_decoding import Learner, LearnerOptions
+from train.while_decoding import Learner, LearnerOptions, batch_of, policy_loss
 
 LEARNED = "learned"
 _KIND = "eagle3"
+_ROW_TOKENS = 128
+_MICRO_BATCH = 8
 _TABLES = "orders customers books invoices patients flights students hotels recipes songs"
 _COLUMNS = "name price date city rating age title country total status"
 _ASKED = (
@@ -62,19 +72,23 @@ class Flags:
     answers: Annotated[int, Whole(1)] = 2000
     """The number of answers."""
     parts: Annotated[int, Whole(1)] = 10
-    """The number of parts of the answers for which tokens per pass are printed."""
-    max_new_tokens: Annotated[int, Whole(1)] = 48
+    """The number of parts of the answers, without policy updates."""
+    policy_updates: Annotated[int, Whole()] = 0
+    """The number of updates of the target, one after each part but the last."""
+    policy_rate: Annotated[float, Number(above=True)] = 2e-5
+    """The learning rate of the target."""
+    max_new_tokens: Annotated[int, Whole(1, _ROW_TOKENS)] = 32
     """The maximum number of tokens of an answer."""
     temperature: Annotated[float, Number(0.0)] = 0.0
     """The temperature."""
     batch_size: Annotated[int, Whole(1)] = 8
     """The number of rows that decode together."""
     share: Annotated[float, Number(0.0, 1.0)] = 0.5
-    """The most of the time that may be spent on training."""
-    passes: Annotated[float, Number(above=True)] = 2.0
-    """The most times that an answer is trained on, on average."""
+    """The most of the time that may be spent on training the head."""
+    passes: Annotated[float, Number(above=True)] = 1.5
+    """The most times that the head is trained on an answer, on average."""
     learning_rate: Annotated[float, Number(above=True)] = 1e-3
-    """The learning rate."""
+    """The learning rate of the head."""
 
 
 def questions(count: int) -> list[str]:
@@ -93,49 +107,64 @@ def questions(count: int) -> list[str]:
 
 @dataclass
 class Decoded:
-    """The outputs of a drafter in the order in which they ended, the seconds, and the learner."""
+    """The outputs of a drafter by part, in the order in which they ended.
 
-    outputs: list[Output] = field(default_factory=list)
+    `seconds` are those of decoding and of training the head, without compiling.
+    """
+
+    parts: list[list[Output]] = field(default_factory=list)
     seconds: float = 0.0
     learner: Learner | None = None
 
-    def per_pass(self, parts: int) -> list[float]:
-        """Return the tokens per pass of so many parts of the outputs."""
-        bounds = [len(self.outputs) * number // parts for number in range(parts + 1)]
-        return [
-            metrics_of(self.outputs[begin:end])
-            for begin, end in itertools.pairwise(bounds)
-            if end > begin
-        ]
+    def tokens(self) -> dict[Any, list[int]]:
+        """Return the tokens of each output by its id."""
+        return {output.id: output.token_ids for part in self.parts for output in part}
 
 
-def metrics_of(outputs: Sequence[Output]) -> float:
+def per_pass(outputs: Sequence[Output]) -> float:
     """Return the mean number of tokens per pass of the target."""
     rounds = sum(len(output.rounds.emitted) for output in outputs)
     return sum(len(output.token_ids) for output in outputs) / rounds
 
 
+def rewards(outputs: Sequence[Output]) -> np.ndarray:
+    """Return the share of capital letters among the letters of each output, float32."""
+    texts = [[letter for letter in output.text if letter.isalpha()] for output in outputs]
+    shares = [sum(map(str.isupper, text)) / max(len(text), 1) for text in texts]
+    return np.array(shares, np.float32)
+
+
 def run(flags: Flags) -> int:
     """Decode and print the table; return the exit code."""
-    model = specjax.load_model(flags.target)
+    floats = {}
+    if flags.policy_updates:
+        floats = {"weights": "float", "form": Form.for_training(jax.default_backend())}
+        if flags.temperature != 1:
+            raise InputError(
+                f"temperature={flags.temperature}: policy_updates need --temperature=1"
+            )
+    model = specjax.load_model(flags.target, **floats)
     asked = questions(flags.answers)
-    parts = min(flags.parts, flags.answers)
-    last = [flags.answers * number // parts for number in range(1, parts + 1)]
-    print(f"| drafter | {' | '.join(f'to {number}' for number in last)} | tokens/s |")
-    print(f"|---{'|---' * parts}|---|", flush=True)
+    count = min(flags.policy_updates + 1 if flags.policy_updates else flags.parts, flags.answers)
+    parts = np.array_split(np.arange(flags.answers), count)
+    print(f"| drafter | {' | '.join(f'to {part[-1] + 1}' for part in parts)} | tokens/s |")
+    print(f"|---{'|---' * count}|---|", flush=True)
     first, wrong = None, 0
     for name in flags.drafters:
-        decoded = decode(model, name, asked, flags)
-        tokens = {output.id: output.token_ids for output in decoded.outputs}
+        decoded = decode(model, name, asked, parts, flags)
+        tokens = decoded.tokens()
         first = first or tokens
         wrong += 0 if flags.temperature else sum(first[id] != tokens[id] for id in tokens)
         speed = sum(map(len, tokens.values())) / decoded.seconds
-        each = " | ".join(f"{value:.2f}" for value in decoded.per_pass(parts))
+        each = " | ".join(f"{per_pass(part):.2f}" for part in decoded.parts)
         print(f"| {name} | {each} | {speed:.0f} |", flush=True)
-        if (learner := decoded.learner) is not None:
+        if flags.policy_updates:
+            print("reward", *(f"{rewards(part).mean():.2f}" for part in decoded.parts), flush=True)
+        if (learner := decoded.learner) is not None and learner.steps:
+            last = learner.losses[-20:]
             print(
                 f"{learner.steps} steps, {learner.train_s:.0f} of {decoded.seconds:.0f} s, loss "
-                f"{learner.losses[0]:.3f} -> {sum(learner.losses[-20:]) / 20:.3f}",
+                f"{learner.losses[0]:.3f} -> {sum(last) / len(last):.3f}",
                 flush=True,
             )
     if wrong:
@@ -143,39 +172,86 @@ def run(flags: Flags) -> int:
     return int(wrong > 0)
 
 
-def decode(model: specjax.Model, name: str, asked: Sequence[str], flags: Flags) -> Decoded:
-    """Return the answers to questions with the drafter called `name`."""
-    drafter = make_drafter(_KIND if name == LEARNED else name, model)
+def decode(
+    model: specjax.Model,
+    name: str,
+    asked: Sequence[str],
+    parts: Sequence[np.ndarray],
+    flags: Flags,
+) -> Decoded:
+    """Return the answers to questions, part by part, with the drafter called `name`."""
+    copies = {"suffix_decoding_max_cached_requests": flags.answers} if name == "corpus" else {}
+    drafter = make_drafter(_KIND if name == LEARNED else name, model, **copies)
     engine = specjax.Engine(model, drafter=drafter, batch_size=flags.batch_size, max_length=256)
     decoded, deltas = Decoded(), engine
+    rows = max(64, max(map(len, parts)) if flags.policy_updates else 0)
     if name == LEARNED:
-        if (head := shipped_head(_KIND, model)) is None:
-            raise InputError(f"target={flags.target!r}: no {_KIND} head comes with specjax for it")
-        method = eagle_method(model, head.config, head.draft_ids, EagleLoss(steps=3))
-        decoded.learner = deltas = Learner(
-            engine,
-            head,
-            method,
-            LearnerOptions(
-                share=flags.share,
-                passes=flags.passes,
-                row_labels=flags.max_new_tokens,
-                row_tokens=128,
-            ),
-            Optimization(learning_rate=flags.learning_rate, schedule="constant", warmup=20),
-        )
-    for number, text in enumerate(asked):
-        chat = [{"role": "user", "content": text}]
-        engine.add(
-            chat, id=number, max_new_tokens=flags.max_new_tokens, temperature=flags.temperature
-        )
-    engine.compile()
-    begin = time.perf_counter()
-    decoded.outputs = [delta.output for delta in deltas if delta.output is not None]
-    decoded.seconds = time.perf_counter() - begin
-    if decoded.learner is not None:
-        decoded.seconds -= decoded.learner.compile_s
+        decoded.learner = deltas = _learner(engine, model, rows, flags)
+    elif flags.policy_updates:
+        engine.record(("final_norm",), rows=rows, tokens=_ROW_TOKENS)
+    policy = _Policy(model, flags) if flags.policy_updates else None
+    sampling = {"max_new_tokens": flags.max_new_tokens, "temperature": flags.temperature}
+    for number, part in enumerate(parts):
+        for index in part:
+            engine.add([{"role": "user", "content": asked[index]}], sampling, id=int(index))
+        engine.compile()
+        begin, compiled_s = time.perf_counter(), _compile_s(decoded)
+        outputs = [delta.output for delta in deltas if delta.output is not None]
+        decoded.seconds += time.perf_counter() - begin - (_compile_s(decoded) - compiled_s)
+        decoded.parts.append(outputs)
+        if policy is not None and number + 1 < len(parts):
+            policy.update(engine, outputs, rows)
     return decoded
+
+
+def _compile_s(decoded: Decoded) -> float:
+    return 0.0 if decoded.learner is None else decoded.learner.compile_s
+
+
+def _learner(engine: specjax.Engine, model: specjax.Model, rows: int, flags: Flags) -> Learner:
+    if (head := shipped_head(_KIND, model)) is None:
+        raise InputError(f"target={flags.target!r}: no {_KIND} head comes with specjax for it")
+    method = eagle_method(model, head.config, head.draft_ids, EagleLoss(steps=3), start="random")
+    options = LearnerOptions(
+        share=flags.share,
+        passes=flags.passes,
+        rows=rows,
+        row_labels=flags.max_new_tokens,
+        row_tokens=_ROW_TOKENS,
+    )
+    constant = Optimization(learning_rate=flags.learning_rate, schedule="constant", warmup=20)
+    return Learner(engine, head, method, options, constant)
+
+
+class _Policy:
+    """The target's parameters, and a policy gradient that changes them."""
+
+    def __init__(self, model: specjax.Model, flags: Flags) -> None:
+        self._optimizer = optax.adam(flags.policy_rate)
+        self._params, self._state = model.params, self._optimizer.init(model.params)
+        labels, decoder = flags.max_new_tokens, model.architecture
+
+        @jax.jit
+        def step(params: Any, state: Any, recorded: Any, rows: Any, advantages: Any) -> Any:
+            batch = batch_of(recorded, rows, num_labels=labels)
+            gradient = jax.grad(functools.partial(policy_loss, decoder))(params, batch, advantages)
+            updates, state = self._optimizer.update(gradient, state)
+            return optax.apply_updates(params, updates), state
+
+        self._step = step
+
+    def update(self, engine: specjax.Engine, outputs: Sequence[Output], rows: int) -> None:
+        """Train the target on outputs, which are the latest recorded rows, and decode with it."""
+        reward = rewards(outputs)
+        advantages = (reward - reward.mean()) / max(reward.std(), 1e-6)
+        at = (engine.num_recorded - len(outputs) + np.arange(len(outputs))) % rows
+        for begin in range(0, len(outputs) - _MICRO_BATCH + 1, _MICRO_BATCH):
+            some = slice(begin, begin + _MICRO_BATCH)
+            chosen = jnp.asarray(at[some]), jnp.asarray(advantages[some])
+            self._params, self._state = self._step(
+                self._params, self._state, engine.recorded, *chosen
+            )
+        engine.update_params(self._params)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,8 @@ NAMES = [
     "speedup_limits",
     "trees",
     "what_makes_a_draft_good",
-    *slow("extending", "one_round"),  # one in docs/extending.md as well, one with a real model
+    # One in docs/extending.md as well, one that trains longer, one with a real model.
+    *slow("extending", "learning_while_decoding", "one_round"),
 ]
 
 

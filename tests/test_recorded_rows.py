@@ -85,7 +85,7 @@ def test_features_are_those_of_a_pass(tiny, name, size):
     """In rings that go on, with texts that are longer than a row, in an engine that rested."""
     engine = engine_of(tiny, name)
     engine.record(NAMES, rows=5, tokens=size)
-    assert engine.recorded is None
+    assert not engine.recorded.length.any()
     texts = decoded(engine)
     check(engine, tiny, texts, size)
     texts += decoded(engine, PROMPTS[:2], NEW[:2])

@@ -73,10 +73,9 @@ class DeviceRows:
         """The slots into whose caches they were read."""
         self._all_read = False
         self.recorded: RecordedRows | None = None
-        """The rows recorded since `record`, if any."""
+        """The rows recorded since `record`, if it was called."""
         self.num_recorded = 0
         """The number of rows recorded so far, of which `recorded` has the latest."""
-        self._recorded_rows = 0
         self.compile_s = 0.0
         """Seconds spent making programs; near zero if they had been compiled before."""
         on_cpu = first_device(plan.placement).platform == "cpu"
@@ -406,7 +405,13 @@ class DeviceRows:
         """
         self.free()
         self.replace_plan(replace(self.plan, loop=replace(self.plan.loop, recording=recording)))
-        self.recorded, self.num_recorded, self._recorded_rows = None, 0, rows
+        self.recorded, self.num_recorded = None, 0
+        if recording.features:
+            # All of these features have the width of hidden states.
+            model = self.plan.model
+            width = model.config.hidden_size, model.activation_dtype
+            size = rows, recording.tokens, self.plan.placement
+            self.recorded = RecordedRows.empty(recording.features, *width, *size)
 
     def record_row(self, slot: int, begin: int, output: int, end: int) -> None:
         """Record the row of a slot, which has finished, in place of the oldest recorded one.
@@ -414,13 +419,9 @@ class DeviceRows:
         Its text has `end` tokens, of which those from `output` on are output. The features at those
         before `begin` are unknown.
         """
-        recording = self.plan.loop.recording
-        kept = {name: self._state.features[name] for name in recording.features}
-        if self.recorded is None:
-            size, where = (self._recorded_rows, recording.tokens), self.plan.placement
-            self.recorded = RecordedRows.empty(kept, *size, where)
+        kept = {name: self._state.features[name] for name in self.recorded.features}
         row = self._row_slots.index(slot)
-        numbers = self.num_recorded % self._recorded_rows, row, begin, output, end
+        numbers = self.num_recorded % len(self.recorded.length), row, begin, output, end
         at, *numbers = map(np.int32, numbers)
         with use(self.plan.mesh):
             self.recorded = with_row(self.recorded, at, self._state.tokens, kept, *numbers)

@@ -362,7 +362,7 @@ class Engine:
 
     @property
     def recorded(self) -> RecordedRows | None:
-        """The latest finished requests, as `record` asks for them; None if there are none yet."""
+        """The latest finished requests, as `record` asks for them; None unless it was called."""
         return self._rows.recorded
 
     @property
@@ -620,7 +620,7 @@ class Engine:
             self._scheduler.ended_slots.add(slot)
         output = row.output(self.plan, time.perf_counter())
         complete = output.failure is None and not aborted
-        if complete and self.plan.loop.recording.features:
+        if complete and self.recorded is not None:
             self._rows.record_row(slot, row.num_shared, len(row.request.prompt), row.num_tokens)
         self.statistics.add_request(output.times, aborted=aborted)
         self.statistics.lossy |= output.lossy

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
 
@@ -32,20 +31,17 @@ class RecordedRows:
 
     @classmethod
     def empty(
-        cls, kept: Mapping[str, Float[Array, "B M D"]], rows: int, tokens: int, where: Placement
+        cls, names: Sequence[str], width: int, dtype: Any, rows: int, tokens: int, where: Placement
     ) -> RecordedRows:
-        """Return `rows` unused rows of `tokens` tokens for features like `kept`.
+        """Return `rows` unused rows of `tokens` tokens, for features [`width`] of these names.
 
         On a mesh each device has all of them.
         """
 
-        def unused(*shape: int, dtype: Any = np.int32) -> Array:
+        def unused(*shape: int, dtype: Any = jnp.int32) -> Array:
             return spread(jnp.zeros((rows, *shape), dtype), where)
 
-        features = {
-            name: unused(tokens, feature.shape[2], dtype=feature.dtype)
-            for name, feature in kept.items()
-        }
+        features = {name: unused(tokens, width, dtype=dtype) for name in names}
         return cls(unused(tokens), unused(), unused(), unused(), features)
 
 

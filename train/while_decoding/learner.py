@@ -17,7 +17,7 @@ from specjax.engine.engine import Engine
 from specjax.engine.outputs import Delta
 from specjax.engine.requests import SEED
 from specjax.errors import InputError
-from specjax.fields import Instance, Number, Whole, check_instance, first_difference
+from specjax.fields import Number, Whole, check_instance, first_difference
 from specjax.loading.quantize import float_kernel
 from specjax.methods.heads.complete_parameters import complete_parameters
 from specjax.methods.heads.head import Head
@@ -43,7 +43,7 @@ class LearnerOptions:
     row_tokens: Annotated[int, Whole(4)] = 512
     """The maximum number of their tokens, the last ones if there are more."""
     share: Annotated[float, Number(0.0, 1.0)] = 0.25
-    """The most of the time since the first step that may be spent on training."""
+    """The most of the time since the first step that may be spent on training; 1 for any."""
     passes: Annotated[float, Number(above=True)] = 2.0
     """The most times that a request is trained on, on average."""
     update_every: Annotated[int, Whole(1)] = 8
@@ -92,14 +92,6 @@ class Learner:
         head's kernels, as when the engine's drafter was made, and `clock` returns seconds. Raises
         InputError for a method or a head that does not fit the engine.
         """
-        for name, value, kind in (
-            ("engine", engine, Engine),
-            ("head", head, Head),
-            ("method", method, Method),
-            ("options", options, LearnerOptions),
-            ("optimization", optimization, Optimization),
-        ):
-            Instance(kind, f"use a value of {kind.__name__}").check(name, value)
         if method.trains_target or method.head is None:
             raise InputError(f"method={method.name!r}: trains the target too; use another")
         check_logits(engine.plan.model)
@@ -184,6 +176,8 @@ class Learner:
         used = (self.steps + 1) * self.options.batch_size
         if not recorded or used > self.options.passes * recorded:
             return False
+        if self.options.share == 1:
+            return True
         elapsed = self._clock() - self._begun - self.compile_s
         # The first step costs an unknown time.
         return self.train_s + self._last_s <= self.options.share * elapsed
