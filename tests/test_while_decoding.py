@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +17,16 @@ from tiny_models import (
     medusa_head,
     mtp_head,
     peagle_head,
+    small_model,
 )
 
 from specjax.drafters import head_drafter, make_drafter, take_turns
 from specjax.engine.engine import Engine
+from specjax.engine.requests import SamplingParams
 from specjax.errors import InputError
 from specjax.methods.saved_heads import read_head, save_head
 from specjax.sampling import derive_from_text
+from specjax.testing.drafter_check import chi_square, output_distribution
 from train.data.batches import build
 from train.data.examples import Example
 from train.data.packing import Shape
@@ -245,6 +249,31 @@ def test_a_head_that_has_learned_draws_with_other_noise(tiny):
     # No update came after the first step, and one after the second.
     np.testing.assert_array_equal(found[0], found[1])
     assert (found[0] != found[2]).any()
+
+
+@pytest.mark.parametrize("rule", ["rejection", *slow("block")])
+def test_a_head_that_changes_every_round_leaves_the_law(rule):
+    """Outcomes of three tokens, in rows whose head is another one in each of their rounds."""
+    target, count, length = small_model(4), 3000, 3
+    heads = [head_drafter(medusa_head(target, seed=seed), target) for seed in range(3)]
+    options = dict(num_speculative_tokens=2, batch_size=64, rounds_per_step=1, verify=rule)
+    engine = Engine(target, drafter=heads[0], max_length=8, **options)
+    request = SamplingParams(temperature=1.0, max_new_tokens=length)
+    for _ in range(count):
+        engine.add([1, 2], request)
+    outputs = []
+    for head in itertools.cycle(heads):
+        if not engine.num_unfinished:
+            break
+        outputs += [delta.output for delta in engine.step() if delta.output is not None]
+        engine.update_params(drafter_params=head.params)
+    accepted = sum(int(np.maximum(output.rounds.accepted, 0).sum()) for output in outputs)
+    assert accepted > count / 4
+    tokens = np.array([output.token_ids for output in outputs])
+    code = np.ravel_multi_index(tuple(tokens.T), (4,) * length)
+    law = output_distribution(target.architecture, target.params, [1, 2], request, length)
+    found = chi_square(np.bincount(code, minlength=4**length), law)
+    assert found.statistic < found.threshold
 
 
 def test_only_the_head_of_a_joined_drafter_learns(tiny):
