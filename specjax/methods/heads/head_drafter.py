@@ -37,11 +37,11 @@ class HeadDrafter(Examined, ChainDrafter):
         return self.head.config.features
 
     def text_digests(self, params: Any) -> tuple[UInt32[Array | np.ndarray, "2"], ...]:
-        """Return the hash of the head's parameters, if they have one.
+        """Return the hash of the head's parameters, which those of a whole model do not have.
 
         The head may have been trained on an output of the same seed and prompt.
         """
-        return (params["digest"],) if "digest" in params else ()
+        return (params["digest"],) if isinstance(params, dict) and "digest" in params else ()
 
     def for_target(self, params: Any, target_params: Any) -> Any:
         """Return `params` with the embedding and the output head of `target_params`."""
