@@ -43,7 +43,8 @@ from train.while_decoding import Learner, LearnerOptions, batch_of, policy_loss
 
 LEARNED = "learned"
 _KIND = "eagle3"
-_ROW_TOKENS = 128
+_PROMPT_TOKENS = 96
+"""The most tokens of a question in the default model's chat template, with room to spare."""
 _MICRO_BATCH = 8
 _TABLES = "orders customers books invoices patients flights students hotels recipes songs"
 _COLUMNS = "name price date city rating age title country total status"
@@ -77,7 +78,7 @@ class Flags:
     """The number of updates of the target, one after each part but the last."""
     policy_rate: Annotated[float, Number(above=True)] = 2e-5
     """The learning rate of the target."""
-    max_new_tokens: Annotated[int, Whole(1, _ROW_TOKENS)] = 32
+    max_new_tokens: Annotated[int, Whole(1, 128)] = 32
     """The maximum number of tokens of an answer."""
     temperature: Annotated[float, Number(0.0)] = 0.0
     """The temperature."""
@@ -188,7 +189,8 @@ def decode(
     if name == LEARNED:
         decoded.learner = deltas = _learner(engine, model, rows, flags)
     elif flags.policy_updates:
-        engine.record(("final_norm",), rows=rows, tokens=_ROW_TOKENS)
+        tokens = _PROMPT_TOKENS + flags.max_new_tokens
+        engine.record(("final_norm",), rows=rows, tokens=tokens)
     policy = _Policy(model, flags) if flags.policy_updates else None
     sampling = {"max_new_tokens": flags.max_new_tokens, "temperature": flags.temperature}
     for number, part in enumerate(parts):
@@ -217,7 +219,7 @@ def _learner(engine: specjax.Engine, model: specjax.Model, rows: int, flags: Fla
         passes=flags.passes,
         rows=rows,
         row_labels=flags.max_new_tokens,
-        row_tokens=_ROW_TOKENS,
+        row_tokens=_PROMPT_TOKENS + flags.max_new_tokens,
     )
     constant = Optimization(learning_rate=flags.learning_rate, schedule="constant", warmup=20)
     return Learner(engine, head, method, options, constant)
@@ -242,12 +244,14 @@ class _Policy:
 
     def update(self, engine: specjax.Engine, outputs: Sequence[Output], rows: int) -> None:
         """Train the target on outputs, which are the latest recorded rows, and decode with it."""
-        reward = rewards(outputs)
-        advantages = (reward - reward.mean()) / max(reward.std(), 1e-6)
-        at = (engine.num_recorded - len(outputs) + np.arange(len(outputs))) % rows
-        for begin in range(0, len(outputs) - _MICRO_BATCH + 1, _MICRO_BATCH):
-            some = slice(begin, begin + _MICRO_BATCH)
-            chosen = jnp.asarray(at[some]), jnp.asarray(advantages[some])
+        outputs = [output for output in outputs if output.failure is None]
+        reward, count = rewards(outputs), len(outputs)
+        # Rows that fill up the last micro-batch count for nothing.
+        at, advantages = np.zeros((2, -(-count // _MICRO_BATCH) * _MICRO_BATCH), np.float32)
+        advantages[:count] = (reward - reward.mean()) / max(reward.std(), 1e-6)
+        at[:count] = (engine.num_recorded - count + np.arange(count)) % rows
+        for some in np.arange(len(at)).reshape(-1, _MICRO_BATCH):
+            chosen = jnp.asarray(at[some], jnp.int32), jnp.asarray(advantages[some])
             self._params, self._state = self._step(
                 self._params, self._state, engine.recorded, *chosen
             )

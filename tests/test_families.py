@@ -600,11 +600,11 @@ def test_a_parameter_without_a_name_is_refused():
 
 
 def test_training_refuses_a_target_that_limits_or_divides_its_logits():
-    setup.check_logits(model_of("gemma3_text"))
+    setup.check_logits(model_of("gemma3_text").config, "gemma3_text")
     with pytest.raises(InputError, match=r"gemma2 limits its logits \(logit_softcap=3.0\)"):
-        setup.check_logits(model_of("gemma2"))
+        setup.check_logits(model_of("gemma2").config, "gemma2")
     with pytest.raises(InputError, match=r"granite divides its logits \(logit_divisor=1.7\)"):
-        setup.check_logits(model_of("granite"))
+        setup.check_logits(model_of("granite").config, "granite")
 
 
 def test_heads_say_which_layers_they_support():

@@ -161,6 +161,34 @@ def test_stopped_rows_end_where_the_output_does_and_aborted_ones_are_left_out(ti
     check(engine, tiny, [(3, free), (3, stopped)], LENGTH)
 
 
+def test_tokens_after_a_stop_string_leave_no_features(chatty):
+    """The devices have gone on when the host finds it, and may not overwrite what is recorded."""
+    engine, size = engine_of(chatty), 34
+    engine.record(NAMES, tokens=size)
+    request = dict(temperature=1.0, seed=3, max_new_tokens=LENGTH - 3, ignore_eos=True)
+
+    def output_of(**more):
+        engine.add([3, 4, 5], **request, **more)
+        (output,) = [delta.output for delta in engine if delta.output is not None]
+        return output, [3, 4, 5, *output.token_ids]
+
+    free = output_of()[1]
+    stop = chatty.tokenizer.decode(free[42:45])
+    output, stopped = output_of(stop=[stop])
+    assert output.finish_reason == "stop"
+    assert size < len(stopped) < len(free) - 8
+    check(engine, chatty, [(3, free), (3, stopped)], size)
+
+
+def test_samples_of_one_prompt(tiny):
+    """Rows that start from what was read for another one have its features."""
+    engine = engine_of(tiny)
+    engine.record(NAMES, tokens=LENGTH)
+    engine.add(PROMPTS[2][:30], n=5, temperature=1.0, max_new_tokens=9)
+    outputs = [delta.output for delta in engine if delta.output is not None]
+    check(engine, tiny, [(30, [*PROMPTS[2][:30], *one.token_ids]) for one in outputs], LENGTH)
+
+
 BROKEN = {
     # A row's features, moved by one position, or those of another row.
     "moved": lambda texts, kept, row: (texts, jax.tree.map(lambda x: jnp.roll(x, 1, 1), kept), row),

@@ -336,6 +336,14 @@ class Drafter:
         del params
         return ()
 
+    def trained_after(self, params: Any, before: Any) -> Any:
+        """Return new `params` with digests of what was trained, which differ from those `before`.
+
+        `before` are the parameters that these replace.
+        """
+        del before
+        return params
+
     def for_target(self, params: Any, target_params: Any) -> Any:
         """Return `params` with the arrays shared with the target taken from `target_params`."""
         del target_params

@@ -121,6 +121,13 @@ class Merged(Drafter):
             (),
         )
 
+    def trained_after(self, params: tuple, before: tuple) -> tuple:
+        """Return each part's parameters with their digests."""
+        return tuple(
+            drafter.trained_after(drafter_params, old)
+            for (drafter, drafter_params), old in zip(self._each(params), before, strict=True)
+        )
+
     def for_target(self, params: tuple, target_params: dict) -> tuple:
         """Return each part's parameters with the shared ones taken from `target_params`."""
         return tuple(

@@ -61,8 +61,11 @@ class LoopPlan:
 
     @property
     def kept_features(self) -> int:
-        """The number of positions of each row at which the state keeps features (M)."""
-        return max(self.drafter.kept_features, self.recording.tokens)
+        """The number of positions of each row at which the state keeps features (M).
+
+        Recorded ones are kept beside those of a step, whose last tokens the host may leave out.
+        """
+        return self.drafter.kept_features + self.recording.tokens
 
     @property
     def resumes(self) -> bool:

@@ -24,6 +24,7 @@ from specjax.core.state import (
     with_entries,
     without_entries,
 )
+from specjax.distributed import device_memory
 from specjax.distributed.sharding import first_device, use
 from specjax.engine.grammars import table_of
 from specjax.engine.length_control import time_steps
@@ -381,17 +382,21 @@ class DeviceRows:
         unchanged.
         """
         plan, drafter = self.plan, self.plan.drafter
-        if params is None:
-            params = plan.model.params
-        params = _in_place_of("params", plan.model.params, params)
+        old = plan.model.params
+        params = old if params is None else _in_place_of("params", old, params)
+        parts = list(zip(drafter.drafter.parts, drafter.params, strict=True))
         if drafter_params is None:
-            pairs = zip(drafter.drafter.parts, drafter.params, strict=True)
-            new = tuple(part.for_target(each, params) for part, each in pairs)
+            new = tuple(part.for_target(each, params) for part, each in parts)
         elif len(drafter.params) == 1 and _form((drafter_params,)) == _form(drafter.params):
             new = (drafter_params,)
         else:
             new = drafter_params
-        drafter = drafter._replace(params=_in_place_of("drafter_params", drafter.params, new))
+        new = _in_place_of("drafter_params", drafter.params, new)
+        if drafter_params is not None:
+            pairs = zip(parts, new, strict=True)
+            new = tuple(part.trained_after(each, before) for (part, before), each in pairs)
+            new = _in_place_of("drafter_params", drafter.params, new)
+        drafter = drafter._replace(params=new)
         self._widen()
         # Later rows with a prompt read by the old parameters must read it again.
         self._prompts = []
@@ -408,10 +413,17 @@ class DeviceRows:
         self.recorded, self.num_recorded = None, 0
         if recording.features:
             # All of these features have the width of hidden states.
-            model = self.plan.model
+            model, names = self.plan.model, recording.features
             width = model.config.hidden_size, model.activation_dtype
             size = rows, recording.tokens, self.plan.placement
-            self.recorded = RecordedRows.empty(recording.features, *width, *size)
+            needed = rows * recording.tokens * width[0] * width[1].itemsize * len(names)
+            if (free := device_memory.free_bytes()) is not None and needed > free:
+                raise InputError(
+                    f"rows={rows}, tokens={recording.tokens}: {needed / 2**30:.1f} GiB are needed "
+                    f"to record {len(names)} features, and {free / 2**30:.1f} GiB are free; lower "
+                    "rows or tokens"
+                )
+            self.recorded = RecordedRows.empty(names, *width, *size)
 
     def record_row(self, slot: int, begin: int, output: int, end: int) -> None:
         """Record the row of a slot, which has finished, in place of the oldest recorded one.
@@ -443,7 +455,7 @@ class DeviceRows:
             self._few = replace(self._few, drafter=drafter)
 
     def free(self) -> None:
-        """Free the rows' memory on the devices."""
+        """Free the memory on the devices of rows that decode."""
         self._state = self._new = self._few = None
         self._prompts = []
 

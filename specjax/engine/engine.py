@@ -341,8 +341,9 @@ class Engine:
         From now on `recorded` has up to `rows` of the latest requests, with up to `tokens` tokens
         each, the last ones if there are more. `features` are names as `final_norm`; without any,
         nothing is recorded any more. Requests that failed or were aborted are left out, and so are
-        tokens that were read for an earlier request with the same beginning. Raises InputError for
-        an unknown feature, and while requests are unfinished.
+        tokens that were read for an earlier request with the same beginning. What was recorded
+        before is discarded. Raises InputError for an unknown feature, for more than the devices'
+        memory, and while requests are unfinished.
         """
         self._check_open()
         names = _FEATURES.check("features", features)
@@ -362,14 +363,17 @@ class Engine:
 
     @property
     def recorded(self) -> RecordedRows | None:
-        """The latest finished requests, as `record` asks for them; None unless it was called."""
+        """The latest finished requests, as `record` asks for them; None unless it was called.
+
+        The arrays are valid until the next step.
+        """
         return self._rows.recorded
 
     @property
     def num_recorded(self) -> int:
-        """The number of requests recorded since `record`: the latest is row `num_recorded` - 1.
+        """The number of requests recorded since `record`.
 
-        The row is modulo the number of rows.
+        The latest is in row (`num_recorded` - 1) modulo the number of rows.
         """
         return self._rows.num_recorded
 
@@ -395,6 +399,7 @@ class Engine:
         self._scheduler = Scheduler(self.plan)
         self._ready.clear()
         self._rest()
+        self._rows.recorded = None
 
     def __enter__(self) -> Engine:
         """Return the engine, which is closed when the context exits."""

@@ -43,7 +43,7 @@ class Row:
     `id` is that under which it was added; several samples of a request share it. `added`, `begun`,
     `first_token` and `last_token` are clock readings in seconds. `rounds_under_way` is the most
     rounds that it may run in the steps that have started, and `num_shared` the number of its first
-    tokens that were read for other rows. Without a tokenizer there is no text.
+    tokens that were in pages before it was read. Without a tokenizer there is no text.
     `grammar` is the table of the grammar that the output follows, if any.
     """
 

@@ -20,6 +20,7 @@ from specjax.distributed import processes
 from specjax.errors import InputError, Problems
 from specjax.loading.load import load_model
 from specjax.loading.model import Model
+from specjax.models.config import DecoderConfig
 from specjax.models.decoder import Decoder
 from specjax.models.form import Form
 from train.data.combined_datasets import Sources, open_sources, split_names
@@ -93,15 +94,18 @@ class Setup:
         }
 
 
-def check_logits(target: Model) -> None:
-    """Raise InputError for a target whose logits are not just a product with its output layer."""
+def check_logits(config: DecoderConfig, name: str) -> None:
+    """Raise InputError for a target whose logits are not just a product with its output layer.
+
+    `config` is the target's, and `name` its name.
+    """
     for does, field, neutral in (
         ("limits", "logit_softcap", None),
         ("divides", "logit_divisor", 1.0),
     ):
-        if (value := getattr(target.config, field)) != neutral:
+        if (value := getattr(config, field)) != neutral:
             raise InputError(
-                f"target: {target.name} {does} its logits ({field}={value}), and training scores "
+                f"target: {name} {does} its logits ({field}={value}), and training scores "
                 "drafts by features and head alone; use a target whose logits are their product"
             )
 
@@ -150,7 +154,7 @@ def set_up(
         with problems.collect():
             _check_positions(config.eval, model)
         with problems.collect():
-            check_logits(model)
+            check_logits(model.config, model.name)
         with problems.collect():
             earlier = None
             choose = functools.partial(draft_vocabulary, data, vocab_size=model.config.vocab_size)

@@ -73,14 +73,22 @@ class Program(NamedTuple):
     evaluate: Callable[[Any, Any, Batch], tuple[Float[Array, ""], Measures]]
     mesh: Mesh | None
 
-    def compile(self, target_params: Any, batches: Batch) -> Callable:
-        """Return the function `step`, compiled for batches of this shape."""
+    def compile(
+        self,
+        target_params: Any,
+        batches: Batch,
+        remedy: str = "lower row_tokens, or raise accumulate",
+    ) -> Callable:
+        """Return the function `step`, compiled for batches of this shape.
+
+        Raises InputError, which says the `remedy`, if it does not fit into memory.
+        """
         with use(self.mesh):
             compiled = self.step.lower(self.state, target_params, batches).compile()
         weights = bytes_per_device((self.state, target_params))
         memory = MemoryPlan(weights, {}, temporary_bytes([compiled], self.mesh))
         memory.log_if_large()
-        memory.check("lower row_tokens, or raise accumulate")
+        memory.check(remedy)
         return compiled
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.distributed.sharding import use
+from specjax.distributed import processes
+from specjax.distributed.sharding import fetch, use
 from specjax.drafters import DRAFTERS
 from specjax.engine.engine import Engine
 from specjax.engine.outputs import Delta
@@ -22,7 +24,6 @@ from specjax.loading.quantize import float_kernel
 from specjax.methods.heads.complete_parameters import complete_parameters
 from specjax.methods.heads.head import Head
 from specjax.models.layers.quantized import QuantizedKernel
-from train.data.batches import Batch
 from train.methods.method import Method
 from train.run.optimizer import Optimization
 from train.run.setup import check_logits
@@ -43,9 +44,9 @@ class LearnerOptions:
     row_tokens: Annotated[int, Whole(4)] = 512
     """The maximum number of their tokens, the last ones if there are more."""
     share: Annotated[float, Number(0.0, 1.0)] = 0.25
-    """The most of the time since the first step that may be spent on training; 1 for any."""
+    """The most of the time of decoding and training that may be spent on training; 1 for any."""
     passes: Annotated[float, Number(above=True)] = 2.0
-    """The most times that a request is trained on, on average."""
+    """The most times that a recorded request is trained on, on average."""
     update_every: Annotated[int, Whole(1)] = 8
     """The number of training steps after which the engine drafts with the new parameters."""
     seed: Annotated[int, SEED] = 0
@@ -94,42 +95,57 @@ class Learner:
         """
         if method.trains_target or method.head is None:
             raise InputError(f"method={method.name!r}: trains the target too; use another")
-        check_logits(engine.plan.model)
+        decay_steps, falls = optimization.decay_steps, optimization.schedule != "constant"
+        if decay_steps is None or (falls and decay_steps == 1):
+            raise InputError(
+                f"optimization.decay_steps={decay_steps}: the number of training steps is unknown; "
+                'use schedule="constant", or give the step at which the rate has fallen'
+            )
+        model, mesh = engine.plan.model, engine.plan.mesh
+        check_logits(model.config, model.name)
         self.engine, self.options = engine, options
-        self._method = _from_head(method, head)
-        self._kind, self._weights, self._clock = head.kind, weights, clock
-        self._part = _part_of(engine, head.kind)
-        mesh, decoder = engine.plan.mesh, engine.plan.model.architecture
-        program = make_program(self._method, decoder, optimization, mesh, seed=options.seed)
+        self._method, self._part = _from_head(method, head), _part_of(engine, head.kind)
+        self._weights, self._clock = weights, clock
+        engine.record(method.features, rows=options.rows, tokens=options.row_tokens)
+        program = make_program(
+            self._method, model.architecture, optimization, mesh, seed=options.seed
+        )
         self._program, self._state = program, program.state
         self._compiled: Callable[..., Any] | None = None
         self._rng = np.random.default_rng(options.seed)
         self._teacher: tuple[Any, Any] = (None, None)
         self.steps, self.train_s, self.compile_s = 0, 0.0, 0.0
         self.losses: list[float] = []
-        self._begun: float | None = None
-        self._last_s = 0.0
+        self._decode_s = self._last_s = self._rows_left = 0.0
+        self._counted = 0
         self.update()
-        engine.record(method.features, rows=options.rows, tokens=options.row_tokens)
 
     def step(self) -> list[Delta]:
-        """Return the deltas of a step of the engine, and train afterwards as the options allow."""
-        if self._begun is None:
-            self._begun = self._clock()
-        deltas = self.engine.step()
+        """Train as the options allow, and return the deltas of a step of the engine."""
         while self._may_train():
             self.train()
+        begun, compiled_s = self._clock(), self.engine.statistics.compile_s
+        deltas = self.engine.step()
+        compiled_s = self.engine.statistics.compile_s - compiled_s
+        self._decode_s += self._clock() - begun - compiled_s
         return deltas
 
     def __iter__(self) -> Iterator[Delta]:
-        """Yield the deltas of all steps, until every request has finished."""
+        """Yield the deltas of all steps, until every request has finished; then train once more."""
         while self.engine.num_unfinished:
             yield from self.step()
+        while self._may_train():
+            self.train()
 
     def head(self) -> Head:
-        """Return the head as trained so far, which `save_head` saves."""
+        """Return the head as trained so far, which `save_head` saves.
+
+        Raises InputError if a training step has spoiled it.
+        """
+        if len(self.losses) < self.steps:
+            raise InputError(f"head: not finite since training step {self.steps - 1}")
         training = {"method": self._method.name, "step": self.steps, "while_decoding": True}
-        return self._method.head(jax.device_get(self._state.result), training)
+        return self._method.head(fetch(self._state.result), training)
 
     def update(self) -> None:
         """Let the engine draft with the head as trained so far."""
@@ -147,54 +163,56 @@ class Learner:
         if not (count := min(self.engine.num_recorded, self.options.rows)):
             raise InputError("train: no request has finished yet; call it after some have")
         self.engine.wait()
-        begun, compiled_s = self._clock(), self.compile_s
+        begun = self._clock()
         rows = self._rng.integers(count, size=self.options.batch_size)
         size = min(self.options.row_labels, self.engine.recorded.tokens.shape[1])
         with use(self.engine.plan.mesh):
             batch = batch_of(self.engine.recorded, rows, num_labels=size)
-        batches = jax.tree.map(lambda leaf: leaf[None], batch)
-        teacher = self._target_params()
+        batches, teacher = jax.tree.map(lambda leaf: leaf[None], batch), self._target_params()
         if self._compiled is None:
-            self._compile(teacher, batches)
+            program = self._program._replace(state=self._state)
+            remedy = "lower batch_size, row_tokens or row_labels"
+            self._compiled = program.compile(teacher, batches, remedy)
+            self.compile_s = self._clock() - begun
+            begun = self._clock()
         self._state, report = self._compiled(self._state, teacher, batches)
+        self.steps += 1
+        self._rows_left -= self.options.batch_size
         loss = float(report.loss) / max(float(report.measures.weight), 1.0)
         if not (np.isfinite(loss) and np.isfinite(float(report.grad_norm))):
             raise InputError(
-                f"the loss or the gradient of training step {self.steps} is not finite; lower "
+                f"the loss or the gradient of training step {self.steps - 1} is not finite; lower "
                 "learning_rate"
             )
         self.losses.append(loss)
-        self.steps += 1
         if self.steps % self.options.update_every == 0:
             self.update()
-        self._last_s = self._clock() - begun - (self.compile_s - compiled_s)
+        self._last_s = self._clock() - begun
         self.train_s += self._last_s
 
     def _may_train(self) -> bool:
         """Return whether there are rows that were trained on too little, and time is left."""
-        recorded = self.engine.num_recorded
-        used = (self.steps + 1) * self.options.batch_size
-        if not recorded or used > self.options.passes * recorded:
+        options, recorded = self.options, self.engine.num_recorded
+        new, self._counted = recorded - self._counted, recorded
+        # Rows that are no longer there cannot be made up for.
+        most = options.passes * min(recorded, options.rows)
+        self._rows_left = min(self._rows_left + options.passes * new, most)
+        if self._rows_left < options.batch_size or not options.share:
             return False
-        if self.options.share == 1:
+        if options.share == 1:
             return True
-        elapsed = self._clock() - self._begun - self.compile_s
         # The first step costs an unknown time.
-        return self.train_s + self._last_s <= self.options.share * elapsed
-
-    def _compile(self, teacher: Any, batches: Batch) -> None:
-        begun = self._clock()
-        program = self._program._replace(state=self._state)
-        self._compiled = program.compile(teacher, batches)
-        self.compile_s += self._clock() - begun
+        allowed = options.share * (self._decode_s + self.train_s)
+        return processes.from_first(self.train_s + self._last_s <= allowed)
 
     def _target_params(self) -> Any:
         """Return the parameters of the engine's present target that losses read, as floats."""
         params = self.engine.plan.model.params
-        if self._teacher[0] is not params:
-            read = {name: params[name] for name in ("embed", "head") if name in params}
+        read = {name: params[name] for name in ("embed", "head") if name in params}
+        arrays = jax.tree.leaves(read)
+        if self._teacher[0] is None or any(map(operator.is_not, arrays, self._teacher[0])):
             is_kernel = lambda leaf: isinstance(leaf, QuantizedKernel)  # noqa: E731
-            self._teacher = params, jax.tree.map(float_kernel, read, is_leaf=is_kernel)
+            self._teacher = arrays, jax.tree.map(float_kernel, read, is_leaf=is_kernel)
         return self._teacher[1]
 
 
@@ -207,6 +225,8 @@ def _from_head(method: Method, head: Head) -> Method:
             f"head: has {name}={theirs!s:.60}, and the method {mine!s:.60}; make the method with "
             "the head's config"
         )
+    if not np.array_equal(wanted.draft_ids, head.draft_ids):
+        raise InputError("head: drafts other tokens than the method; give it the head's draft_ids")
     params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), head.params)
     return method._replace(init=lambda key: params)
 

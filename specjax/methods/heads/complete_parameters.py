@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax import sampling
+from specjax.distributed.sharding import fetch
 from specjax.errors import InputError
 from specjax.loading.model import Model
 from specjax.loading.quantize import quantized_head_params
@@ -37,5 +38,14 @@ def complete_parameters(head: Head, target: Model, weights: str = "auto") -> dic
     params["shared"] = share(target.params, ids, head=head.config.shares_output)
     if ids is not None:
         params["draft_ids"] = ids
-    params["digest"] = jnp.asarray(sampling.array_digest(jax.tree.leaves(head.params)))
-    return params
+    return with_digest(params)
+
+
+def with_digest(params: dict[str, Any], after: Any = None) -> dict[str, Any]:
+    """Return a head's parameters with a hash of all but the shared ones as their "digest".
+
+    With `after`, the digest of the parameters that these replace, it is a hash of both.
+    """
+    own = {name: part for name, part in params.items() if name not in ("shared", "digest")}
+    arrays = jax.tree.leaves(own) if after is None else [*jax.tree.leaves(own), after]
+    return {**params, "digest": jnp.asarray(sampling.array_digest(fetch(arrays)))}

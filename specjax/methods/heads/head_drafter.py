@@ -12,6 +12,7 @@ from specjax.core.drafter import LoadedDrafter
 from specjax.core.growth.autoregressive import ChainDrafter
 from specjax.loading.formats.build_parameters import can_split
 from specjax.loading.model import Model
+from specjax.methods.heads.complete_parameters import with_digest
 from specjax.methods.heads.examined import Examined
 from specjax.methods.heads.head import Head
 from specjax.methods.heads.own_cache import OwnCacheDrafter
@@ -42,6 +43,11 @@ class HeadDrafter(Examined, ChainDrafter):
         The head may have been trained on an output of the same seed and prompt.
         """
         return (params["digest"],) if isinstance(params, dict) and "digest" in params else ()
+
+    def trained_after(self, params: Any, before: Any) -> Any:
+        """Return `params` with a hash of the head's parameters and of all that they replaced."""
+        hashed = isinstance(params, dict) and "digest" in params
+        return with_digest(params, before["digest"]) if hashed else params
 
     def for_target(self, params: Any, target_params: Any) -> Any:
         """Return `params` with the embedding and the output head of `target_params`."""
