@@ -86,7 +86,6 @@ USUAL_TREES = {
 }
 """The methods whose trees it has: each one's of at least one kind."""
 OTHERS = (
-    Cell("draft_model", "chain", "coupled"),
     Cell("suffix", "dynamic", "block"),
     Cell("eagle3", "dynamic", "rejection"),
     Cell("draft_model", "static", "block", "delta"),

@@ -127,9 +127,6 @@ def residual_is_p(tokens, num_valid, target, draft, uniforms):
     ("method", "topology", "rule", "propose"),
     [
         ("draft_model", "chain", "rejection", one_distribution_late),
-        ("draft_model", "chain", "block", claimed),
-        ("draft_model", "chain", "rejection", shortened),
-        ("draft_model", "chain", Deciding(residual_is_p), None),
         ("draft_model_few_keys", "chain", "rejection", over_all_keys),
         ("translated", "chain", "rejection", in_the_drafts_own_ids),
         ("medusa", "static", "rejection", ranked_by_own_q),
@@ -139,6 +136,10 @@ def residual_is_p(tokens, num_valid, target, draft, uniforms):
             ("medusa", "static", "rejection", one_distribution_late),
             ("corpus", "chain", "rejection", uniformly_drawn),
             ("medusa", "turns", "rejection", one_distribution_late),
+            # test_loop_distribution and test_chain_enumeration find these, too.
+            ("draft_model", "chain", "block", claimed),
+            ("draft_model", "chain", "rejection", shortened),
+            ("draft_model", "chain", Deciding(residual_is_p), None),
         ),
     ],
 )

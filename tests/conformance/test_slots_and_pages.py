@@ -83,10 +83,13 @@ def plain():
 
 CASES = [(name, topology) for topology in TOPOLOGIES for name in METHODS if takes(name, topology)]
 KINDS = (
-    *("none", "ngram", "suffix", "draft_model", "early_exit", "sparse_kv", "medusa", "eagle3"),
+    *("suffix", "draft_model", "early_exit", "sparse_kv", "medusa"),
     *("peagle", "mtp", "dflash", "token_recycling", "lookahead"),
 )
-"""What a drafter keeps of a row, each kind once: nothing, texts, keys, copied keys, features."""
+"""What a drafter keeps of a row, each kind once: texts, keys, copied keys, features, tables.
+
+Nothing is kept of `ngram`, in `test_requests_that_come_and_go_at_random`.
+"""
 USUAL = [(name, "chain") for name in KINDS]
 
 
