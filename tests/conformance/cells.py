@@ -90,7 +90,6 @@ OTHERS = (
     Cell("eagle3", "dynamic", "rejection"),
     Cell("draft_model", "static", "block", "delta"),
     Cell("eagle3", "dynamic", "coupled", "delta"),
-    Cell("layer_skip", "chain", "rejection", "delta"),
     Cell("medusa", "merged", "rejection", "mamba2"),
     Cell("early_exit", "static", "coupled", "mamba2"),
     Cell("forced", "chain", "block", "grammar"),
@@ -101,8 +100,8 @@ OTHERS = (
 )
 """Cells that it has, too; chains under `coupled` are in test_slots_and_pages."""
 USUAL_PAIRS = {
-    "merged": ("suffix", "draft_model", "eagle3", "lookahead"),
-    "turns": ("corpus", "medusa", "mtp"),
+    "merged": ("suffix", "eagle3", "lookahead"),
+    "turns": ("medusa", "mtp"),
 }
 """The methods that the default suite has beside a lookup, under `rejection`."""
 
