@@ -123,7 +123,7 @@ import bad_input
 import pytest
 from bad_input import pytest_pyfunc_call, pytest_terminal_summary  # noqa: F401 - pytest's hooks
 
-from specjax.engine import programs
+from specjax.engine import plan, programs
 from specjax.loading.load import load_model, random_model
 from specjax.loading.tokenizers.huggingface_tokenizer import read_tokenizer
 from specjax.models.config import DecoderConfig
@@ -233,6 +233,18 @@ def fast_programs():
     """
     with compiled_with(**FAST):
         yield
+
+
+@pytest.fixture
+def one_width(monkeypatch):
+    """Compile rounds of the largest width alone, unless the whole suite runs.
+
+    Each other width is another copy of the target's pass and of the rule. For tests of what is
+    around the loop; rounds of several widths are in those of the loop and of the engine.
+    """
+    if not full:
+        for module in (plan, drafter_check):
+            monkeypatch.setattr(module, "widths", lambda most, platform: (1 + most,))
 
 
 @pytest.fixture

@@ -212,7 +212,7 @@ def complaint(main, argv, capsys):
 
 @pytest.mark.parametrize(
     ("command", "parts"),
-    [*((name, 4) for name in COMMANDS), *slow(*((name, 1) for name in COMMANDS))],
+    [*((name, 8) for name in COMMANDS), *slow(*((name, 1) for name in COMMANDS))],
 )
 def test_every_field(command, parts, folder, capsys, monkeypatch):
     """Of fields with the same bad values the first refuses all of them, each other one a part."""

@@ -32,6 +32,7 @@ again = short
 """Another name for it."""
 
 
+@pytest.mark.usefixtures("one_width")
 def test_the_debug_size_reports_every_part(tmp_path, chatty, capsys):
     save_model(chatty, tmp_path / "model")
     questions = tmp_path / "questions.jsonl"

@@ -1,12 +1,14 @@
 """Caches in bfloat16 and in 8 bits: the same tokens as plain decoding over the same cache."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import slow, tiny_config
+from decoding import decode as decode_rows
 from decoding import generate
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,6 +19,7 @@ from specjax.core.cached_entries import Int8Entries, decode, empty_entries, enco
 from specjax.core.causal_mask import causal
 from specjax.distributed.sharding import make_mesh
 from specjax.drafters import make_drafter
+from specjax.engine.requests import SamplingParams
 from specjax.errors import InputError
 from specjax.loading.load import load_model, place_model, random_model
 from specjax.models.form import Form
@@ -91,23 +94,47 @@ def test_a_token_is_read_alike_from_window_and_cache(dtype, form, monkeypatch):
     assert np.abs(together - alone).max() > 1e-3
 
 
-@pytest.mark.parametrize("dtype", ["int8", *slow("bfloat16")])
-@pytest.mark.parametrize(("verify", "temperature"), [("rejection", 0.0), ("coupled", 0.8)])
-def test_tokens_are_those_of_plain_decoding_over_the_same_cache(dtype, verify, temperature):
+def drafter_of(name, model):
+    options = {"early_exit": {"exit_layer": 2}}.get(name, {})
+    if name == "draft_model":
+        options = {"path": random_model(tiny_config(num_layers=1), 0, dtype="float32")}
+    return make_drafter(name, model, **options)
+
+
+@functools.cache
+def plain_rows(dtype):
+    """A model, requests of greedy rows beside a sampled one, and their tokens by plain decoding."""
+    requests = [
+        SamplingParams(temperature=temperature, max_new_tokens=24, seed=3)
+        for temperature in (0.0, 0.8, 0.0)
+    ]
     model = model_with(dtype)
-    request = {"max_new_tokens": 24, "temperature": temperature, "verify": verify, "seed": 3}
-    plain = generate(model, PROMPTS, **request)
-    draft = random_model(tiny_config(num_layers=1), 0, dtype="float32")
-    for drafter in (
-        "ngram",
-        make_drafter("early_exit", model, exit_layer=2),
-        make_drafter("draft_model", model, path=draft),
-    ):
-        together = generate(model, PROMPTS, drafter=drafter, **request)
-        assert together.token_ids == plain.token_ids
-        if temperature == 0:
-            alone = [generate(model, [row], drafter=drafter, **request) for row in PROMPTS]
-            assert [result.token_ids[0] for result in alone] == plain.token_ids
+    return (
+        model,
+        requests,
+        decode_rows(model, PROMPTS, sampling=requests, verify="coupled").token_ids,
+    )
+
+
+@pytest.mark.parametrize("dtype", ["int8", *slow("bfloat16")])
+@pytest.mark.parametrize(
+    ("name", "verify", "batch_size"),
+    [
+        ("ngram", "coupled", 3),
+        ("early_exit", "coupled", 1),
+        ("draft_model", "rejection", 3),
+        *slow(("early_exit", "rejection", 3), ("ngram", "rejection", 1)),
+        *slow(("draft_model", "coupled", 1), ("draft_model", "coupled", 3)),
+    ],
+)
+def test_tokens_are_those_of_plain_decoding_over_the_same_cache(dtype, name, verify, batch_size):
+    """Of all rows under `coupled`, of greedy ones under `rejection`; together and alone."""
+    model, requests, plain = plain_rows(dtype)
+    options = dict(drafter=drafter_of(name, model), verify=verify, batch_size=batch_size)
+    found = decode_rows(model, PROMPTS, sampling=requests, **options).token_ids
+    for row, request in enumerate(requests):
+        if verify == "coupled" or request.temperature == 0:
+            assert found[row] == plain[row]
 
 
 def test_a_cache_in_8_bits_after_rounds_is_that_of_a_prefill():

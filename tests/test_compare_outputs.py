@@ -7,8 +7,8 @@ import math
 import jax
 import numpy as np
 import pytest
-from conftest import tiny_config
-from decoding import Call
+from conftest import FAST, compiled_with, tiny_config
+from decoding import Call, decode
 
 from specjax import sampling
 from specjax.apps.rows import compare_outputs
@@ -113,7 +113,10 @@ def rounding():
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "available", lambda: False)
-        yield _runs()
+        # They run for longer than it takes to compile them.
+        with compiled_with(**FAST):
+            runs = _runs()
+        yield runs
 
 
 def _runs():
@@ -125,7 +128,7 @@ def _runs():
     prompts = np.random.default_rng(1).integers(0, VOCAB, (30, 5)).tolist()
     common = dict(max_new_tokens=NEW, ignore_eos=True)
     requests = [common | WARPS[name] for _ in range(6) for name in WARPS]
-    run = functools.partial(generate, model, prompts, sampling=requests, verify="coupled")
+    run = functools.partial(decode, model, prompts, sampling=requests, verify="coupled")
     plain = run().token_ids
     drafter = make_drafter("simulated", model, continuations=plain, acceptance=0.7)
     return Runs(

@@ -102,6 +102,7 @@ def prompts(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.usefixtures("one_width")
 def test_all_ways_are_decoded_in_turn_and_compared(compare, capsys):
     requests = compare()
     said = capsys.readouterr().out

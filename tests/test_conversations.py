@@ -51,6 +51,7 @@ def test_what_leaves_no_room_is_refused(chatty):
     assert "question 1, turn 2 has" in str(error)
 
 
+@pytest.mark.usefixtures("one_width")
 def test_all_ways_answer_the_first_one_s_conversation(chatty):
     some = conversations(chatty)
     ways = [
@@ -68,6 +69,7 @@ def test_all_ways_answer_the_first_one_s_conversation(chatty):
     ]
 
 
+@pytest.mark.usefixtures("one_width")
 def test_no_row_outgrows_its_caches(chatty):
     """Answers may be encoded in more tokens than were decoded."""
     plan = conversations(chatty).plan(None, DecodeOptions())

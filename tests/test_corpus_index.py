@@ -256,6 +256,7 @@ def test_drafts_come_from_it(index, chatty):
     assert drafts_of(loaded, rest, limit=8) == [ids[9:17], ids[-2:]]
 
 
+@pytest.mark.usefixtures("one_width")
 def test_lookup_reads_it_too(index, chatty):
     """Merged with what the row and the target said; without an index it is as before."""
     made = make_drafter("lookup", chatty, corpus=str(index))

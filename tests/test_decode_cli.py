@@ -29,6 +29,7 @@ from specjax.fields import read_values
 from specjax.loading.load import load_model, save_model
 from specjax.methods import find_head
 
+pytestmark = pytest.mark.usefixtures("one_width")
 ROW = {field.name for field in dataclasses.fields(DecodedRow)}
 SUMMARY = {
     "drafter",

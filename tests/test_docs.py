@@ -106,6 +106,7 @@ def test_help_lists_no_types_of_arrays(name):
 OWN_MODEL = pytest.mark.parametrize("own_model", [True, *slow(False)], ids=["tiny", "default"])
 
 
+@pytest.mark.usefixtures("one_width")
 @OWN_MODEL
 def test_the_code_of_extending_runs_and_prints_what_the_page_says(
     own_model, chatty, tmp_path, monkeypatch
@@ -135,6 +136,7 @@ def test_the_code_of_extending_runs_and_prints_what_the_page_says(
             ran, printed = text, out.getvalue()
 
 
+@pytest.mark.usefixtures("one_width")
 @OWN_MODEL
 def test_the_tutorial_runs_and_prints_what_it_says(own_model, chatty, monkeypatch):
     """What the default model answers is known of that model alone."""
@@ -211,6 +213,7 @@ def test_what_python_on_a_page_imports_is_there(page):
             exec(line, {})
 
 
+@pytest.mark.usefixtures("one_width")
 @OWN_MODEL
 def test_the_python_of_the_engines_page_runs(own_model, chatty, monkeypatch):
     if own_model:
@@ -222,6 +225,7 @@ def test_the_python_of_the_engines_page_runs(own_model, chatty, monkeypatch):
     assert sorted(names["answers"]) == sorted(f"Count to {number}." for number in range(1, 13))
 
 
+@pytest.mark.usefixtures("one_width")
 @OWN_MODEL
 def test_the_python_of_the_readme_runs_and_prints_what_it_says(own_model, chatty, monkeypatch):
     if own_model:

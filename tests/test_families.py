@@ -200,6 +200,7 @@ def test_drafting_changes_no_token_on_a_mesh(name):
         assert mixed_rows(placed, name, drafter) == plain
 
 
+@pytest.mark.usefixtures("one_width")
 @pytest.mark.parametrize("name", ["gemma3_text", *slow("gemma2", "qwen2", "glm4_moe")])
 def test_a_model_that_drafts_for_itself_is_always_right(name):
     """Its windows hold drafted tokens and those observed, at positions of their own."""
@@ -240,6 +241,7 @@ def test_the_command_line_decodes_each_family(name, tmp_path):
     assert all(row["identical"] for row in reports.read_one(report)["rows"])
 
 
+@pytest.mark.usefixtures("one_width")
 @pytest.mark.parametrize(
     "name", ["qwen3_moe", *slow(*(name for name in NAMES if name != "qwen3_moe"))]
 )
@@ -280,6 +282,7 @@ def test_other_forms_compute_the_same(name):
         assert_near(out.logits, name, slice(HALF, None))
 
 
+@pytest.mark.usefixtures("one_width")
 @pytest.mark.parametrize(
     "name",
     # Experts on a mesh are in test_experts.
@@ -381,6 +384,7 @@ def test_a_model_without_a_layer_that_has_experts(tmp_path):
     assert jax.tree.all(jax.tree.map(np.array_equal, model.params, again.params))
 
 
+@pytest.mark.usefixtures("one_width")
 @pytest.mark.parametrize("name", ["gpt2", *slow("gemma3_text")])
 def test_modules_have_their_targets_norms(name):
     """Layer norms with biases, and scales that are stored less one."""

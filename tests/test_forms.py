@@ -326,9 +326,9 @@ def test_products_in_bfloat16_on_a_cpu_are_those_of_its_hardware(name, layers, t
 @pytest.mark.parametrize(
     ("queries", "dtype", "slots", "limits"),
     [
-        (3, "float32", 3, {}),
-        *((150, dtype, 3, {}) for dtype in ("float32", "int8")),
-        *slow((3, "int8", 3, {}), *((40, dtype, 3, {}) for dtype in ("float32", "int8"))),
+        (150, "int8", 3, {}),
+        *slow((150, "float32", 3, {})),
+        *slow(*((count, dtype, 3, {}) for count in (3, 40) for dtype in ("float32", "int8"))),
         (40, "float32", 70, {}),
         (40, "float32", 16, {"softcap": 2.0}),
         (70, "int8", 5, {"softcap": 2.0, "recent": 90}),

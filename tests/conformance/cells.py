@@ -72,15 +72,24 @@ class Cell:
         return program(self)
 
 
-USUAL = {"chain": ("block",), "static": ("block",), "dynamic": ("coupled",)}
-"""The rules of each topology in the default suite; `--slow` has all cells."""
+USUAL = {"chain": "block", "static": "block", "dynamic": "coupled"}
+"""The rule of each topology in the default suite; `--slow` has all cells."""
+USUAL_TREES = {
+    "static": {
+        *("draft_model", "early_exit", "sparse_kv", "medusa"),
+        *("eagle", "mtp", "dspark", "token_recycling"),
+    },
+    "dynamic": {
+        *("suffix", "corpus", "draft_model", "layer_skip"),
+        *("quantized", "eagle3", "peagle", "dflash"),
+    },
+}
+"""The methods whose trees it has: each one's of at least one kind."""
 OTHERS = (
-    Cell("draft_model", "chain", "coupled"),
     Cell("suffix", "dynamic", "block"),
     Cell("eagle3", "dynamic", "rejection"),
     Cell("draft_model", "static", "block", "delta"),
     Cell("eagle3", "dynamic", "coupled", "delta"),
-    Cell("layer_skip", "chain", "rejection", "delta"),
     Cell("medusa", "merged", "rejection", "mamba2"),
     Cell("early_exit", "static", "coupled", "mamba2"),
     Cell("forced", "chain", "block", "grammar"),
@@ -89,10 +98,10 @@ OTHERS = (
     Cell("eagle3", "dynamic", "coupled", "grammar"),
     Cell("forced", "merged", "rejection", "grammar"),
 )
-"""Cells that it has, too; all chains under `coupled` are in test_slots_and_pages."""
+"""Cells that it has, too; chains under `coupled` are in test_slots_and_pages."""
 USUAL_PAIRS = {
-    "merged": ("suffix", "draft_model", "eagle3", "lookahead"),
-    "turns": ("corpus", "medusa", "mtp"),
+    "merged": ("suffix", "eagle3", "lookahead"),
+    "turns": ("medusa", "mtp"),
 }
 """The methods that the default suite has beside a lookup, under `rejection`."""
 
@@ -107,7 +116,9 @@ def is_usual(cell):
         return cell.method in USUAL_VARIANTS and cell.rule == "block"
     if cell.topology in USUAL_PAIRS:
         return cell.rule == "rejection" and cell.method in USUAL_PAIRS[cell.topology]
-    return cell.rule in USUAL[cell.topology]
+    if cell.method not in USUAL_TREES.get(cell.topology, [cell.method]):
+        return False
+    return cell.rule == USUAL[cell.topology]
 
 
 def cells(topology, layers=("attention",)):

@@ -28,7 +28,7 @@ from specjax.core.state import FULL, STOPPED
 from specjax.sampling import RULES
 
 COUNTS = ("drafted", "accepted", "emitted")
-FEW, MANY = 8_000, 24_000
+FEW, MANY = 4_000, 24_000
 SOME_ROUNDS = 4
 ALWAYS_RIGHT = "itself", "early_exit_all_layers"
 

@@ -5,6 +5,7 @@ import contextvars
 import dataclasses
 import functools
 
+import conftest
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,8 +50,8 @@ LOOKUP = Ngram(prompt_lookup_min=1, num_matches=1)
 SOME = np.arange(7, dtype=np.int32)
 FEW_KEYS = dict(sliding_window=3, sinks=1)
 DFLASH2 = dict(conv_kernel_size=2, conv_group_size=8, selector_rank=3, selector_top_k=5)
-RECORDED = 50_000
-"""The number of rows for which `simulated` has tokens."""
+FEW_RECORDED, RECORDED = 5_000, 50_000
+"""The number of rows for which `simulated` has tokens, and where the whole suite runs."""
 
 
 DELTA = Recurrence("delta", key_heads=1, value_heads=4, key_width=8, value_width=8)
@@ -165,7 +166,8 @@ def token_recycling(tree=None):
 
 
 def simulated():
-    texts = np.random.default_rng(0).integers(VOCAB, size=(RECORDED, 32)).tolist()
+    rows = RECORDED if conftest.full else FEW_RECORDED
+    texts = np.random.default_rng(0).integers(VOCAB, size=(rows, 32)).tolist()
     return make_drafter("simulated", target(), continuations=texts, acceptance=0.9)
 
 
