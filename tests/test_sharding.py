@@ -466,11 +466,13 @@ def logits_of_hybrid(kind, mesh=None):
 @pytest.mark.parametrize(
     ("kind", "mesh"),
     [
-        *((kind, (1, 4)) for kind in RECURRENT if "uneven" not in kind),
+        # Each rule, heads that devices share and that they do not, rows on one device and on two.
         ("delta", (2, 2)),
-        *slow(*((kind, (2, 2)) for kind in RECURRENT if kind != "delta")),
+        ("mamba2, few groups", (1, 4)),
+        ("conv", (1, 4)),
         ("mamba2, uneven", (1, 4)),
-        *slow(("delta, uneven", (1, 4))),
+        *slow(*((kind, (2, 2)) for kind in RECURRENT if kind != "delta")),
+        *slow(*((kind, (1, 4)) for kind in ("delta", "mamba2", "delta, uneven"))),
     ],
 )
 def test_recurrent_layers_on_a_mesh_give_what_one_device_gives(kind, mesh):
