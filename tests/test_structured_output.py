@@ -143,7 +143,8 @@ DRAFTERS = {
 }
 
 
-@pytest.mark.parametrize("name", ["forced", "merged", *slow("chain", "tree", "dynamic", "turns")])
+# Forced drafts alone are in the matrix.
+@pytest.mark.parametrize("name", ["merged", *slow("forced", "chain", "tree", "dynamic", "turns")])
 def test_outputs_follow_their_grammars_with_the_tokens_of_plain_decoding(name, speaker, near):
     options = dict(sampling=requests(), batch_size=4, verify="coupled")
     plain = decode(speaker, PROMPTS, **options)
@@ -217,7 +218,8 @@ def test_larger_tables_join_rows_that_decode(speaker):
         assert found[name].finish_reason == "stop"
 
 
-@pytest.mark.parametrize("narrows", [False, True])
+# Rows in a program of their own number that others join are in test_processors.
+@pytest.mark.parametrize("narrows", [True, *slow(False)])
 def test_a_grammar_joins_a_row_without_one(narrows, speaker):
     """Whose limit is its own, after more tokens than a request has by default; also where only one
     of several rows decodes in a smaller program."""
