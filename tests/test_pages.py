@@ -2,12 +2,14 @@
 
 import collections
 import functools
+import itertools
 import random
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import slow
 from jax.sharding import NamedSharding, PartitionSpec
 from test_sharding import collectives
 
@@ -242,9 +244,17 @@ def every_form(query, window, cache, **limits):
     return [way.weighted / way.denominator for way in ways]
 
 
-@pytest.mark.parametrize("size", [64, 128, 256])
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
-@pytest.mark.parametrize("sliding", [False, True])
+USUAL = [
+    (64, "float32", True),
+    (128, "float32", False),
+    (128, "int8", True),
+    (256, "int8", False),
+]
+"""Each size of pages, and each type of a cache with and without a sliding window."""
+OTHERS = sorted({*itertools.product((64, 128, 256), ("float32", "int8"), (False, True))} - {*USUAL})
+
+
+@pytest.mark.parametrize(("size", "dtype", "sliding"), [*USUAL, *slow(*OTHERS)])
 def test_attention_reads_pages_as_it_reads_rows(size, dtype, sliding):
     """The same blocks of keys, and so the same bits, in each form; of narrow and of wide heads."""
     width = 128 if sliding else WIDTH

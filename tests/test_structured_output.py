@@ -143,7 +143,8 @@ DRAFTERS = {
 }
 
 
-@pytest.mark.parametrize("name", ["forced", "merged", *slow("chain", "tree", "dynamic", "turns")])
+# Forced drafts alone are in the matrix.
+@pytest.mark.parametrize("name", ["merged", *slow("forced", "chain", "tree", "dynamic", "turns")])
 def test_outputs_follow_their_grammars_with_the_tokens_of_plain_decoding(name, speaker, near):
     options = dict(sampling=requests(), batch_size=4, verify="coupled")
     plain = decode(speaker, PROMPTS, **options)

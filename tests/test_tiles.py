@@ -93,19 +93,34 @@ def test_some_rows_are_taken(name):
     np.testing.assert_array_equal(more[:, OUTPUTS:], 0)
 
 
-@pytest.mark.parametrize("bits", [32, 24, 16, 8])
+BITS = (32, 24, 16, 8)
+
+
+@jax.jit
+def products(kernel, x, layer):
+    """The products with activations of each number of bits."""
+    layers = {bits: kernel.replace(activation_bits=bits).at_layer(layer) for bits in BITS}
+    return {bits: kernel.multiply(x) for bits, kernel in layers.items()}
+
+
+@functools.cache
+def products_of(name):
+    """A type's weights of a layer, and their products."""
+    kernel, weights = kernel_of(name, layers=2)
+    return weights[1], products(kernel, activations(6), 1)
+
+
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("name", TYPES)
 def test_products_are_as_precise_as_their_bits(name, bits):
     """24 bits are as good as floats. Of 16-bit floats all products are in floats."""
-    kernel, weights = kernel_of(name, layers=2)
-    kernel = kernel.replace(activation_bits=bits)
-    x = activations(6)
-    found = jax.jit(lambda x, layer: kernel.at_layer(layer).multiply(x))(x, 1)
+    weights, by_bits = products_of(name)
+    found, x = by_bits[bits], activations(6)
     exact = name in ("F16", "BF16") or bits >= 24
-    assert errors(found, x, weights[1]).max() < (1e-6 if exact else 2.0 ** (3 - bits))
+    assert errors(found, x, weights).max() < (1e-6 if exact else 2.0 ** (3 - bits))
     if bits == 8 and not exact:
         rounded = np.asarray(round_activations(x, 8))
-        assert errors(found, rounded, weights[1]).max() < 1e-6
+        assert errors(found, rounded, weights).max() < 1e-6
 
 
 @pytest.mark.parametrize("bits", [32, 24, 16, 8])
