@@ -79,8 +79,10 @@ def check(engine, model, texts, size, first=None):
             assert not found[count - 1 :].any()
 
 
-@pytest.mark.parametrize("name", ["none", "eagle3", *slow("medusa")])
-@pytest.mark.parametrize("size", [12, LENGTH])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("none", LENGTH), ("eagle3", 12), *slow(("none", 12), ("eagle3", LENGTH), ("medusa", 12))],
+)
 def test_features_are_those_of_a_pass(tiny, name, size):
     """In rings that go on, with texts that are longer than a row, in an engine that rested."""
     engine = engine_of(tiny, name)
