@@ -11,7 +11,8 @@ from conftest import tiny_config
 from decoding import decode
 from test_structured_output import bytes_tokenizer
 
-from specjax import SamplingParams
+from specjax import SamplingParams, generate
+from specjax.diagnosis import diagnose
 from specjax.drafters import make_drafter
 from specjax.loading.load import random_model
 from specjax.loading.tokenizers.tokenizer import Tokenizer
@@ -138,3 +139,20 @@ def test_vocabularies_without_a_common_token_are_refused(pair):
     backend.decoder = tokenizers.decoders.ByteLevel()
     draft = model_of(Tokenizer(backend), 2)
     refused(lambda: make_drafter("draft_model", target, draft), "have no token in common")
+
+
+def test_the_doctor_says_how_much_is_drafted(pair):
+    """Common tokens, and their share of the answers' tokens."""
+    target, draft = pair
+    sampling = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    prompts = [[number, number + 1] for number in range(0, 240, 12)]
+    found = diagnose(target, make_drafter("draft_model", target, draft), prompts, sampling=sampling)
+    (line,) = [line for line in found.notes if line.startswith("another tokenizer: ")]
+    common = token_map(target, draft).target_ids
+    answers = generate(target, prompts, sampling=sampling).token_ids
+    share = np.isin(np.concatenate(answers), common).mean()
+    size = target.config.vocab_size
+    said = f"{len(common)} of the target's {size} tokens can be drafted, {share:.1%} of those in"
+    assert said in line
+    assert line in str(found)
+    assert 0 < share < 1

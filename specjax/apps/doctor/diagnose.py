@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -195,7 +195,19 @@ class _Examination:
             measured,
             findings,
             tuple(self.tried),
-            tuple(weight_notes(drafter, self.loaded.params)),
+            (*weight_notes(drafter, self.loaded.params), *self.of_tokenizer()),
+        )
+
+    def of_tokenizer(self) -> Iterator[str]:
+        """Yield how much of the answers a draft model with another tokenizer can draft."""
+        params = self.loaded.params
+        if not (isinstance(params, dict) and "to_draft" in params):
+            return
+        common = np.asarray(params["draft_ids"])
+        share = np.isin(np.concatenate(self.result.token_ids), common).mean()
+        yield (
+            f"another tokenizer: {len(common)} of the target's {self.target.config.vocab_size} "
+            f"tokens can be drafted, {share:.1%} of those in the answers"
         )
 
     @property
