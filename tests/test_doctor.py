@@ -80,7 +80,8 @@ def trained(kind):
     loaded = head_drafter(make(), target(), num_speculative_tokens=LENGTH)
     answers = [answer for seed in range(4) for answer in answers_of_target(seed)]
     read = read_answers(target(), 4 * PROMPTS, answers, loaded.drafter.features, SAMPLING)
-    fixed = {name: loaded.params[name] for name in ("shared", "draft_ids") if name in loaded.params}
+    fixed = loaded.drafter.own_params(loaded.params).keys()
+    fixed = {name: part for name, part in loaded.params.items() if name not in fixed}
     own = {name: part for name, part in loaded.params.items() if name not in fixed}
     ids, labels = fixed.get("draft_ids", jnp.arange(61)), read.logp.shape[1]
 
@@ -202,7 +203,7 @@ def test_what_observe_keeps_is_compared(sampling):
 
 def rounded(loaded):
     """The drafter with weights in steps of a quarter."""
-    fixed = {name: loaded.params[name] for name in ("shared", "draft_ids")}
+    fixed = {name: loaded.params[name] for name in ("shared", "draft_ids", "digest")}
     own = {name: part for name, part in loaded.params.items() if name not in fixed}
     coarse = jax.tree.map(lambda leaf: jnp.round(leaf * 3) / 3, own)
     return loaded._replace(params={**coarse, **fixed})

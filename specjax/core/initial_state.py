@@ -6,11 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from specjax.core.cache import KVCache, put
 from specjax.core.drafter import Accepted, TargetPass
-from specjax.core.plan import LoopPlan, Recording
+from specjax.core.plan import LoopPlan
 from specjax.core.prefill import prefill
 from specjax.core.processor import states_of
 from specjax.core.round import make_context
@@ -70,7 +70,8 @@ def read_prompts(
         size: int,
     ) -> tuple[Any, dict[str, Array]]:
         carry, kept = carry
-        kept = {**kept, **_recorded(kept, plan.recording, first, count, features)}
+        recorded = _named(features, plan.recording.features)
+        kept = {**kept, **_recorded(kept, recorded, first, count)}
         # The length of each row's tokens that have been read, and the token after them.
         known = jnp.clip(length - 1, 0, first + count) + 1
         context = make_context(plan, target_params, state.replace(length=known, cache=cache))
@@ -110,21 +111,20 @@ def read_prompts(
 
 
 def _recorded(
-    kept: dict[str, Float[Array, "B M D"]],
-    recording: Recording,
+    kept: dict[str, Shaped[Array, "B M _"]],
+    features: dict[str, Float[Array, "B T D"]],
     first: Int[Array, ""],
     count: Int[Array, "B"],
-    features: dict[str, Float[Array, "B T D"]],
 ) -> dict[str, Float[Array, "B M D"]]:
-    """Return the recorded features kept of each row, with those of a chunk of its prompt.
+    """Return what is kept of each row by name, with the features of a chunk of its prompt.
 
     The chunk has `count[b]` tokens of row b, from position `first` on.
     """
     new = {}
-    for name in recording.features:
-        size, steps = kept[name].shape[1], jnp.arange(features[name].shape[1])[None, :]
+    for name, values in features.items():
+        size, steps = kept[name].shape[1], jnp.arange(values.shape[1])[None, :]
         last = (steps < count[:, None]) & (steps >= count[:, None] - size)
-        new[name] = put(kept[name], jnp.where(last, (first + steps) % size, size), features[name])
+        new[name] = put(kept[name], jnp.where(last, (first + steps) % size, size), values)
     return new
 
 

@@ -71,7 +71,8 @@ class Examined:
 
     def own_params(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return the parameters that training a head leaves changed: all that are not shared."""
-        return {name: tree for name, tree in params.items() if name not in ("shared", "draft_ids")}
+        others = ("shared", "draft_ids", "digest")
+        return {name: tree for name, tree in params.items() if name not in others}
 
     @property
     def layers_config(self) -> DecoderConfig | None:
