@@ -376,6 +376,8 @@ def test_what_does_not_fit_is_refused(tiny):
             Learner(engine, head, method, optimization=optimization)
     with pytest.raises(InputError, match="^share=2"):
         LearnerOptions(share=2)
+    with pytest.raises(InputError, match="^passes=0.5, rows=6: too few for a step of batch_size=4"):
+        LearnerOptions(passes=0.5, rows=6, batch_size=4)
     learner = Learner(engine, head, method)
     with pytest.raises(InputError, match="^train: no request has finished yet"):
         learner.train()

@@ -20,10 +20,9 @@ from specjax.engine.outputs import Delta
 from specjax.engine.requests import SEED
 from specjax.errors import InputError
 from specjax.fields import Number, Whole, check_instance, first_difference
-from specjax.loading.quantize import float_kernel
+from specjax.loading.quantize import float_kernel, is_quantized
 from specjax.methods.heads.complete_parameters import complete_parameters
 from specjax.methods.heads.head import Head
-from specjax.models.layers.quantized import QuantizedKernel
 from train.methods.method import Method
 from train.run.optimizer import Optimization
 from train.run.setup import check_logits
@@ -54,6 +53,11 @@ class LearnerOptions:
 
     def __post_init__(self) -> None:
         check_instance(self, "")
+        if self.passes * self.rows < self.batch_size:
+            raise InputError(
+                f"passes={self.passes}, rows={self.rows}: too few for a step of "
+                f"batch_size={self.batch_size}; use passes x rows of at least that"
+            )
 
 
 _OPTIONS = LearnerOptions()
@@ -211,8 +215,7 @@ class Learner:
         read = {name: params[name] for name in ("embed", "head") if name in params}
         arrays = jax.tree.leaves(read)
         if self._teacher[0] is None or any(map(operator.is_not, arrays, self._teacher[0])):
-            is_kernel = lambda leaf: isinstance(leaf, QuantizedKernel)  # noqa: E731
-            self._teacher = arrays, jax.tree.map(float_kernel, read, is_leaf=is_kernel)
+            self._teacher = arrays, jax.tree.map(float_kernel, read, is_leaf=is_quantized)
         return self._teacher[1]
 
 
