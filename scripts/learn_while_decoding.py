@@ -1,14 +1,15 @@
 """Decode answers of a new domain with a head that learns from them, and with drafters that do not.
 
-    python scripts/learn_while_decoding.py [--answers=2000] [--drafters=learned,eagle3,corpus]
+    python scripts/learn_while_decoding.py [--drafters=learned:eagle3,eagle3,corpus]
     python scripts/learn_while_decoding.py --policy_updates=20 --answers=640 --temperature=1
 
 The target answers questions for SQL queries, made from templates, of which the bundled heads have
-seen none. `learned` is the bundled EAGLE-3 head, trained between steps (`train.while_decoding`);
-other names are of drafters that stay as they are, or that copy from earlier answers. With
+seen none. `learned:eagle3` is the bundled head, trained between steps (`train.while_decoding`), as
+are `learned:medusa`, `learned:dspark` and `learned:draft_model`; other names are of drafters that
+stay as they are, or that copy from earlier answers. With
 `--policy_updates` the target, in floating point, is changed by a policy gradient after each part of
 the answers, which rewards capital letters. Prints tokens per pass of the target for each part, in
-the order in which answers end, the rewards, and for `learned` how much it has trained. Exit codes:
+the order in which answers end, the rewards, and how much a head has trained. Exit codes:
 0; 1 if greedy answers have other tokens than with the first drafter; 2 for bad input; 130 after
 Ctrl-C or SIGTERM.
 """
@@ -18,7 +19,7 @@ from __future__ import annotations
 import functools
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -36,13 +37,27 @@ from specjax.errors import InputError
 from specjax.fields import Number, PathOrName, Text, Whole
 from specjax.loading.hub import DEFAULT_MODEL
 from specjax.methods.find_head import shipped_head
+from specjax.methods.heads.head import Head
 from specjax.models.form import Form
+from train.methods.blocks.block import BlockLoss, block_method
+from train.methods.distill import DistillLoss, distill_method
 from train.methods.eagle import EagleLoss, eagle_method
+from train.methods.medusa import MedusaLoss, medusa_method
+from train.methods.method import Method
 from train.run.optimizer import Optimization
 from train.while_decoding import Learner, LearnerOptions, batch_of, policy_loss
 
-LEARNED = "learned"
-_KIND = "eagle3"
+LEARNED = "learned:"
+"""What stands before the kind of a head that learns."""
+_STEPS = EagleLoss(steps=3)
+_METHODS: dict[str, Callable[[specjax.Model, Head], Method]] = {
+    "eagle3": lambda model, head: eagle_method(model, head.config, head.draft_ids, _STEPS),
+    "medusa": lambda model, head: medusa_method(model, head.config, head.draft_ids, MedusaLoss()),
+    "dspark": lambda model, head: block_method(model, head.config, head.draft_ids, BlockLoss()),
+    "draft_model": lambda model, head: distill_method(
+        model, range(head.config.decoder.num_layers), head.draft_ids, DistillLoss()
+    ),
+}
 _PROMPT_TOKENS = 96
 """The most tokens of a question in the default model's chat template, with room to spare."""
 _MICRO_BATCH = 8
@@ -68,7 +83,7 @@ class Flags:
 
     target: Annotated[str, PathOrName()] = DEFAULT_MODEL
     """The model."""
-    drafters: Annotated[tuple[str, ...] | str, Listed(Text())] = f"{LEARNED},{_KIND},corpus"
+    drafters: Annotated[tuple[str, ...] | str, Listed(Text())] = "learned:eagle3,eagle3,corpus"
     """The drafters that are compared."""
     answers: Annotated[int, Whole(1)] = 2000
     """The number of answers."""
@@ -182,12 +197,13 @@ def decode(
 ) -> Decoded:
     """Return the answers to questions, part by part, with the drafter called `name`."""
     copies = {"suffix_decoding_max_cached_requests": flags.answers} if name == "corpus" else {}
-    drafter = make_drafter(_KIND if name == LEARNED else name, model, **copies)
+    kind = name.removeprefix(LEARNED)
+    drafter = make_drafter(kind, model, **copies)
     engine = specjax.Engine(model, drafter=drafter, batch_size=flags.batch_size, max_length=256)
     decoded, deltas = Decoded(), engine
     rows = max(64, max(map(len, parts)) if flags.policy_updates else 0)
-    if name == LEARNED:
-        decoded.learner = deltas = _learner(engine, model, rows, flags)
+    if name != kind:
+        decoded.learner = deltas = _learner(engine, model, kind, rows, flags)
     elif flags.policy_updates:
         tokens = _PROMPT_TOKENS + flags.max_new_tokens
         engine.record(("final_norm",), rows=rows, tokens=tokens)
@@ -210,10 +226,16 @@ def _compile_s(decoded: Decoded) -> float:
     return 0.0 if decoded.learner is None else decoded.learner.compile_s
 
 
-def _learner(engine: specjax.Engine, model: specjax.Model, rows: int, flags: Flags) -> Learner:
-    if (head := shipped_head(_KIND, model)) is None:
-        raise InputError(f"target={flags.target!r}: no {_KIND} head comes with specjax for it")
-    method = eagle_method(model, head.config, head.draft_ids, EagleLoss(steps=3), start="random")
+def _learner(
+    engine: specjax.Engine, model: specjax.Model, kind: str, rows: int, flags: Flags
+) -> Learner:
+    """Return the learner of the bundled head of a kind; raise InputError if there is none."""
+    head = shipped_head(kind, model) if kind in _METHODS else None
+    if head is None:
+        raise InputError(
+            f"drafters={LEARNED}{kind}: no such head comes with specjax for {flags.target}; use "
+            f"one of {', '.join(_METHODS)}, with the default model"
+        )
     options = LearnerOptions(
         share=flags.share,
         passes=flags.passes,
@@ -222,7 +244,7 @@ def _learner(engine: specjax.Engine, model: specjax.Model, rows: int, flags: Fla
         row_tokens=_PROMPT_TOKENS + flags.max_new_tokens,
     )
     constant = Optimization(learning_rate=flags.learning_rate, schedule="constant", warmup=20)
-    return Learner(engine, head, method, options, constant)
+    return Learner(engine, head, _METHODS[kind](model, head), options, constant)
 
 
 class _Policy:

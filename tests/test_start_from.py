@@ -13,6 +13,7 @@ from specjax.errors import InputError
 from specjax.loading.checkpoints import save_checkpoint
 from specjax.loading.load import random_model
 from specjax.methods.saved_heads import save_head
+from train.methods.distill import DistillLoss, distill_method
 from train.methods.medusa import MedusaLoss
 from train.methods.medusa2 import JointLoss, medusa2_method
 from train.methods.mtp import mtp_method
@@ -20,6 +21,8 @@ from train.methods.mtp_loss import MtpLoss
 from train.run.start_from import open_earlier
 
 KEY = jax.random.key(3)
+OTHERS = np.arange(len(SOME), dtype=np.int32)
+"""As many tokens as `SOME`."""
 
 
 @pytest.fixture(scope="module")
@@ -114,3 +117,17 @@ def test_own_modules_of_another_shape_are_refused_by_their_field(tiny):
     target = with_modules(tiny, decoder=wider)
     with pytest.raises(InputError, match=r"^mtp\.decoder\.intermediate_size=40: .* have 48; give"):
         modules(target, 1)
+
+
+def test_a_draft_model_of_the_targets_layers_goes_on(tiny, tmp_path):
+    """Its config is that of a decoder which was written down, with one entry for equal layers."""
+    method = distill_method(tiny, (0, 2), SOME, DistillLoss())
+    head = method.head(method.init(KEY), {})
+    assert (head.config.decoder.mixers, head.config.decoder.mlps) == (("attention",), (True,))
+    written = dataclasses.replace(tiny.config, num_layers=2)
+    head = dataclasses.replace(head, config=dataclasses.replace(head.config, decoder=written))
+    save_head(head, tmp_path / "head")
+    earlier = open_earlier(str(tmp_path / "head"), tiny)
+    assert_same(earlier.continued(method).init(KEY), head.params)
+    with pytest.raises(InputError, match="drafts other tokens than the method; give the head's"):
+        earlier.continued(distill_method(tiny, (0, 2), OTHERS, DistillLoss()))

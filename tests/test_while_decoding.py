@@ -11,6 +11,7 @@ import pytest
 from conftest import slow
 from decoding import greedy
 from tiny_models import (
+    SOME,
     block_head,
     eagle_drafter,
     eagle_head,
@@ -34,6 +35,7 @@ from train.data.batches import build
 from train.data.examples import Example
 from train.data.packing import Shape
 from train.methods.blocks.block import BlockLoss, block_method
+from train.methods.distill import DistillLoss, distill_method
 from train.methods.eagle import EagleLoss, eagle_method
 from train.methods.medusa import MedusaLoss, medusa_method
 from train.methods.medusa2 import JointLoss, medusa2_method
@@ -50,6 +52,13 @@ RNG = np.random.default_rng(0)
 PROMPTS = [RNG.integers(61, size=size).tolist() for size in RNG.integers(1, 9, size=200)]
 FAST = Optimization(learning_rate=3e-3, schedule="constant")
 STEPS = EagleLoss(steps=2)
+
+
+def distilled(tiny):
+    """Some layers of the target, as a draft model that learns."""
+    method = distill_method(tiny, (0, 2), SOME, DistillLoss())
+    return method.head(method.init(jax.random.key(0)), {})
+
 
 KINDS = {
     # name: (head, method of a head)
@@ -68,6 +77,10 @@ KINDS = {
     "peagle": (
         peagle_head,
         lambda tiny, head: peagle_method(tiny, head.config, None, STEPS, start="random"),
+    ),
+    "draft_model": (
+        lambda tiny, spread: distilled(tiny),
+        lambda tiny, head: distill_method(tiny, (0, 2), head.draft_ids, DistillLoss()),
     ),
     "block": (
         block_head,
@@ -103,7 +116,9 @@ class Texts(list):
     lengths = num_labels = property(lambda self: np.array([len(one.tokens) for one in self]))
 
 
-@pytest.mark.parametrize("kind", ["eagle3", *slow("block", "medusa", "mtp", "peagle")])
+@pytest.mark.parametrize(
+    "kind", ["eagle3", *slow("block", "draft_model", "medusa", "mtp", "peagle")]
+)
 def test_a_loss_is_that_of_the_texts(tiny, kind):
     """Features that decoding left, and those of a pass over the texts, give the same loss."""
     learner = made(tiny, kind)
@@ -127,7 +142,7 @@ def test_a_loss_is_that_of_the_texts(tiny, kind):
     for name in ("tokens", "positions", "segments", "labels"):
         np.testing.assert_array_equal(getattr(batch, name), getattr(wanted, name))
     loss = jax.jit(method.loss)
-    params, key = method.init(None), jax.random.key(0)
+    params, key = method.init(jax.random.key(0)), jax.random.key(0)
     found, expected = (loss(params, tiny.params, each, key)[0] for each in (batch, wanted))
     np.testing.assert_allclose(found, expected, rtol=1e-4)
     assert np.isfinite(found)
@@ -366,7 +381,7 @@ def test_what_does_not_fit_is_refused(tiny):
     for arguments, message in [
         ((engine, head, joint), "^method='medusa2': trains the target too; use another"),
         ((other, head, method), "^engine: 0 drafters of eagle3 are of the kind medusa; make it"),
-        ((engine, other_tokens, method), "^head: drafts other tokens than the method; give it"),
+        ((engine, other_tokens, method), "^head: drafts other tokens than the method; give"),
         ((engine, other_shape, method), "^head: the parameters do not fit the config"),
     ]:
         with pytest.raises(InputError, match=message):

@@ -336,8 +336,8 @@ class Drafter:
         del params
         return ()
 
-    def trained_after(self, params: Any, before: Any) -> Any:
-        """Return new `params` with digests of what was trained, which differ from those `before`.
+    def with_new_digests(self, params: Any, before: Any) -> Any:
+        """Return `params` with `text_digests` that differ from all earlier ones.
 
         `before` are the parameters that these replace.
         """

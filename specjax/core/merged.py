@@ -121,10 +121,10 @@ class Merged(Drafter):
             (),
         )
 
-    def trained_after(self, params: tuple, before: tuple) -> tuple:
+    def with_new_digests(self, params: tuple, before: tuple) -> tuple:
         """Return each part's parameters with their digests."""
         return tuple(
-            drafter.trained_after(drafter_params, old)
+            drafter.with_new_digests(drafter_params, old)
             for (drafter, drafter_params), old in zip(self._each(params), before, strict=True)
         )
 

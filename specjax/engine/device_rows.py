@@ -394,7 +394,7 @@ class DeviceRows:
         new = _in_place_of("drafter_params", drafter.params, new)
         if drafter_params is not None:
             pairs = zip(parts, new, strict=True)
-            new = tuple(part.trained_after(each, before) for (part, before), each in pairs)
+            new = tuple(part.with_new_digests(each, before) for (part, before), each in pairs)
             new = _in_place_of("drafter_params", drafter.params, new)
         drafter = drafter._replace(params=new)
         self._widen()

@@ -421,7 +421,7 @@ class DecoderConfig:
         attention = self.attention
         if any(unrotated):
             attention = replace(attention, unrotated=tuple(unrotated[layer] for layer in layers))
-        mixers = tuple(_at(self.mixers, layer) for layer in layers)
+        mixers = _of_layers(self.mixers, layers)
         return replace(
             self,
             num_layers=len(layers),
@@ -429,7 +429,7 @@ class DecoderConfig:
             attention=attention,
             recurrence=self.recurrence if "recurrent" in mixers else None,
             mixers=mixers,
-            mlps=tuple(_at(self.mlps, layer) for layer in layers),
+            mlps=_of_layers(self.mlps, layers),
         )
 
     def one_layer(self, *, experts: bool = False) -> DecoderConfig:
@@ -488,6 +488,12 @@ def _over_layers(pattern: tuple[bool, ...], num_layers: int) -> tuple[bool, ...]
 def _at(pattern: tuple[Any, ...], layer: int) -> Any:
     """Return a layer's entry of a pattern that repeats over the layers."""
     return pattern[layer % len(pattern)]
+
+
+def _of_layers(pattern: tuple[Any, ...], layers: Sequence[int]) -> tuple[Any, ...]:
+    """Return the pattern of a decoder with only these layers; one entry if all are equal."""
+    entries = tuple(_at(pattern, layer) for layer in layers)
+    return entries[:1] if len(set(entries)) == 1 else entries
 
 
 def _check_unused(ids: tuple[int, ...], vocab_size: int) -> None:

@@ -68,24 +68,35 @@ class Earlier:
         if method.head is None:
             raise InputError(f"{where}: nothing that drafts is trained; leave start_from out")
         wanted = method.head(method.init(jax.random.key(0)), {})
-        if wanted.kind != self.head.kind:
-            raise InputError(
-                f"{where}: a head of the kind {self.head.kind}; train it with that method, or "
-                f"start from one of the kind {wanted.kind}"
-            )
-        if (different := first_difference(wanted.config, self.head.config)) is not None:
-            name, mine, theirs = different
-            raise InputError(
-                f"{where}: has {name}={theirs!s:.60}, the config {mine!s:.60}; give the head's own"
-            )
-        params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), self.head.params)
+        return started_from(method, wanted, self.head, where)
 
-        def init(key: Key[Array, ""]) -> Any:
-            if method.drafter is None:
-                return params
-            return {**method.init(key), method.drafter: params}
 
-        return method._replace(init=init)
+def started_from(method: Method, wanted: Head, head: Head, where: str) -> Method:
+    """Return a method with a head's parameters as initial parameters.
+
+    `wanted` is a head that the method makes. Raises InputError, beginning with `where`, unless the
+    other one is like it. A jointly trained target starts from itself.
+    """
+    if wanted.kind != head.kind:
+        raise InputError(
+            f"{where}: a head of the kind {head.kind}; train it with that method, or start from "
+            f"one of the kind {wanted.kind}"
+        )
+    if (different := first_difference(wanted.config, head.config)) is not None:
+        name, mine, theirs = different
+        raise InputError(
+            f"{where}: has {name}={theirs!s:.60}, the config {mine!s:.60}; give the head's own"
+        )
+    if not np.array_equal(wanted.draft_ids, head.draft_ids):
+        raise InputError(f"{where}: drafts other tokens than the method; give the head's draft_ids")
+    params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), head.params)
+
+    def init(key: Key[Array, ""]) -> Any:
+        if method.drafter is None:
+            return params
+        return {**method.init(key), method.drafter: params}
+
+    return method._replace(init=init)
 
 
 def open_earlier(name: str, target: Model) -> Earlier:

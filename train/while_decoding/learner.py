@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from specjax.distributed import processes
@@ -19,13 +18,14 @@ from specjax.engine.engine import Engine
 from specjax.engine.outputs import Delta
 from specjax.engine.requests import SEED
 from specjax.errors import InputError
-from specjax.fields import Number, Whole, check_instance, first_difference
+from specjax.fields import Number, Whole, check_instance
 from specjax.loading.quantize import float_kernel, is_quantized
 from specjax.methods.heads.complete_parameters import complete_parameters
 from specjax.methods.heads.head import Head
 from train.methods.method import Method
 from train.run.optimizer import Optimization
 from train.run.setup import check_logits
+from train.run.start_from import started_from
 from train.run.step import make_program
 from train.while_decoding.batches import batch_of
 
@@ -108,7 +108,9 @@ class Learner:
         model, mesh = engine.plan.model, engine.plan.mesh
         check_logits(model.config, model.name)
         self.engine, self.options = engine, options
-        self._method, self._part = _from_head(method, head), _part_of(engine, head.kind)
+        # The method's own initial parameters may be copies of a target in floating point.
+        self._method = started_from(method, method.head(head.params, {}), head, "head")
+        self._part = _part_of(engine, head.kind)
         self._weights, self._clock = weights, clock
         engine.record(method.features, rows=options.rows, tokens=options.row_tokens)
         program = make_program(
@@ -217,21 +219,6 @@ class Learner:
         if self._teacher[0] is None or any(map(operator.is_not, arrays, self._teacher[0])):
             self._teacher = arrays, jax.tree.map(float_kernel, read, is_leaf=is_quantized)
         return self._teacher[1]
-
-
-def _from_head(method: Method, head: Head) -> Method:
-    """Return a method whose initial parameters are a head's; raise InputError if it is another."""
-    wanted = method.head(head.params, {})
-    if (different := first_difference(wanted.config, head.config)) is not None:
-        name, mine, theirs = different
-        raise InputError(
-            f"head: has {name}={theirs!s:.60}, and the method {mine!s:.60}; make the method with "
-            "the head's config"
-        )
-    if not np.array_equal(wanted.draft_ids, head.draft_ids):
-        raise InputError("head: drafts other tokens than the method; give it the head's draft_ids")
-    params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), head.params)
-    return method._replace(init=lambda key: params)
 
 
 def _part_of(engine: Engine, kind: str) -> int:

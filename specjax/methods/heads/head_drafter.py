@@ -44,7 +44,7 @@ class HeadDrafter(Examined, ChainDrafter):
         """
         return (params["digest"],) if isinstance(params, dict) and "digest" in params else ()
 
-    def trained_after(self, params: Any, before: Any) -> Any:
+    def with_new_digests(self, params: Any, before: Any) -> Any:
         """Return `params` with a hash of the head's parameters and of all that they replaced."""
         hashed = isinstance(params, dict) and "digest" in params
         return with_digest(params, before["digest"]) if hashed else params
